@@ -1,0 +1,76 @@
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv test test-slow quickstart bench wheel check-wheel constraints format clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+# -qq leaves only errors.
+PIP_FLAGS := -qq -c constraints.txt
+READY := .venv/.ready
+READY_BENCH := .venv/.ready-bench
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(READY)  ## .venv with everything that the tests need
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up .venv"
+	@$(PYTHON) -m venv .venv
+	@# The build backend first: without build isolation it too follows constraints.txt.
+	@$(BIN)/pip install $(PIP_FLAGS) editables hatchling
+	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[dev,oracle]'
+	@touch $@
+
+$(READY_BENCH): $(READY)
+	@echo "adding the bench extra"
+	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[bench]'
+	@touch $@
+
+test: $(READY)  ## lint, types and the fast tests
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/basedpyright
+	@# One torch thread for each of the two workers.
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow"
+
+test-slow: $(READY)  ## the tests that take minutes to hours
+	@$(BIN)/pytest -m slow
+
+quickstart: $(READY)  ## run examples/quickstart.py
+	@$(BIN)/python examples/quickstart.py
+
+bench: $(READY_BENCH)  ## run the CPU benchmarks
+	@$(BIN)/python -m benchmarks.cpu
+
+wheel: $(READY)  ## build the wheel into dist/
+	@rm -rf dist
+	@$(BIN)/python -m build --wheel --no-isolation
+
+check-wheel: wheel  ## install the wheel elsewhere and run the README's first example with it
+	@set -eu; repo=$$PWD; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	awk '/^```python/ {inside = 1; next} /^```/ && inside {exit} inside' README.md > "$$tmp/example.py"; \
+	test -s "$$tmp/example.py" || { echo "README.md has no python example" >&2; exit 1; }; \
+	$(PYTHON) -m venv "$$tmp/venv"; \
+	"$$tmp/venv/bin/pip" install $(PIP_FLAGS) dist/*.whl; \
+	cd "$$tmp"; ./venv/bin/python example.py; \
+	echo "the README's first example runs from the wheel"
+
+constraints:  ## pin the newest versions anew (torch stays: change its pin by hand first)
+	@set -eu; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	grep '^torch==' constraints.txt > "$$tmp/torch.txt"; \
+	$(PYTHON) -m venv "$$tmp/venv"; \
+	pip="$$tmp/venv/bin/pip"; \
+	"$$pip" install -qq -c "$$tmp/torch.txt" editables hatchling; \
+	"$$pip" install -qq -c "$$tmp/torch.txt" --no-build-isolation -e '.[dev,oracle,bench]'; \
+	{ sed -n '/^#/p' constraints.txt; \
+	  "$$pip" freeze --all --exclude pip --exclude atlas-lm | sed 's/+.*//'; } > "$$tmp/new.txt"; \
+	cp "$$tmp/new.txt" constraints.txt
+
+format: $(READY)  ## format, and fix what ruff can fix
+	@$(BIN)/ruff check --fix --quiet
+	@$(BIN)/ruff format --quiet
+
+clean:  ## remove .venv and everything built
+	@rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""The exact online delta rule in parallel: linear memory, l2, gd, a new anchor at every token.
+
+Every error depends on all writes before it, u_t = v_t - W_{t-1} k_t, which inside a tile is
+one triangular system
+
+    (I + tril(L[t-1,i] eta_i <k_t, k_i>, -1)) U = V - a_{t-1} K W^T
+
+solved for V and K at once before W is known. With `decay_first` the error is taken at
+alpha_t W_{t-1}, and t-1 becomes t. No decay is ever divided by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atlas_lm.ops.decay import decay
+from atlas_lm.ops.features import features_of, kernel_of
+from atlas_lm.ops.pieces import Pieces, cut_into_pieces
+from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, group_size, prepare, run
+from atlas_lm.ops.state import Gates, MemoryState
+from atlas_lm.rules import Rule
+from atlas_lm.shapes import Keys, Product, TokenFlag, Values, Weights
+
+TILE = 64
+"""Tokens solved together. Not part of the model: any value gives the same numbers."""
+
+
+def is_delta_rule(rule: Rule) -> bool:
+    """Whether the parallel form exists: the error must be linear in the weights."""
+    online = rule.chunk == 1 and rule.window == 1
+    linear = rule.network == "linear" and rule.features != "exponential"
+    return online and linear and rule.objective == "l2" and rule.optimizer == "gd"
+
+
+def memorize_delta(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    gates: Gates,
+    outer: Outer,
+    state: MemoryState,
+    mask: TokenFlag | None,
+    reset: TokenFlag | None,
+    product: Product,
+    closed: bool,
+) -> tuple[Values, MemoryState]:
+    rule = state.rule
+    pieces = cut_into_pieces(state.position, q.shape[1], TILE, rule.window, mask, reset)
+    inputs = prepare(pieces, state, q, k, v, gates)
+    size = group_size(pieces.number)
+    y, weights = run(_Delta(rule, pieces, product), inputs, state.weights, outer, size, closed)
+    state = finish(pieces, state, k, v, gates, weights=weights, anchor=dict(weights))
+    return pieces.join(y), state
+
+
+@dataclass(frozen=True)
+class _Delta:
+    rule: Rule
+    pieces: Pieces
+    product: Product
+
+    def __call__(self, first: int, inputs: Inputs, weights: Weights, outer: Outer):
+        phi = features_of(self.rule, outer.coefficients)
+        kernel = kernel_of(self.rule, outer.coefficients, self.product)
+        fq, fk = phi(inputs.q), phi(inputs.k)
+        rate = inputs.eta * inputs.gamma[..., 0]
+        left = decay(inputs.alpha)
+        errors, seen = self._solve(left, rate, kernel(inputs.k, inputs.k, fk, fk), inputs.v, fk)
+        share, entered, grads = left[..., 1:] * rate.unsqueeze(-2), [], []
+        for i in range(inputs.q.shape[0]):
+            weights = begin_rows(self.pieces.begins[:, first + i], outer.initial, weights)
+            w = weights["w"]
+            u = errors[i] - self.product(seen[i], w.mT)
+            entered.append(w)
+            grads.append(u)
+            written = self.product((share[i, :, :, -1].unsqueeze(-1) * u).mT, fk[i])
+            weights = {"w": left[i, :, :, -1, 0, None, None] * w + written}
+        before = left[..., :1] * self.product(fq, torch.stack(entered).mT)
+        during = self.product(share * kernel(inputs.q, inputs.k, fq, fk), torch.stack(grads))
+        return before + during, weights
+
+    def _solve(self, left: Tensor, rate: Tensor, alike: Tensor, v: Tensor, fk: Tensor):
+        """U = errors - seen W^T, whatever the entering W."""
+        if not self.rule.decay_first:
+            left = torch.cat([_untouched(left), left[..., :-1, :]], -2)
+        system = (left[..., 1:] * rate.unsqueeze(-2) * alike).tril(-1)
+        right = torch.cat([v, left[..., :1] * fk], -1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        return solved.split([v.shape[-1], fk.shape[-1]], -1)
+
+
+def _untouched(left: Tensor) -> Tensor:
+    """The row of decays before the first token: all of W, nothing written yet."""
+    return functional.pad(torch.ones_like(left[..., :1, :1]), (0, left.shape[-1] - 1))

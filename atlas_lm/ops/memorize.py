@@ -1,0 +1,95 @@
+"""The public operation: looks at what it is given, picks an implementation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atlas_lm.ops.chunked import memorize_chunked
+from atlas_lm.ops.delta import is_delta_rule, memorize_delta
+from atlas_lm.ops.exponential import memorize_exponential
+from atlas_lm.ops.features import default_coefficients, features_of
+from atlas_lm.ops.networks import SLOW, hides_parameters, past_widths
+from atlas_lm.ops.precision import product_for, state_dtype
+from atlas_lm.ops.reference import memorize_reference
+from atlas_lm.ops.segments import Outer
+from atlas_lm.ops.state import Gates, MemoryState
+from atlas_lm.ops.validation import check_inputs
+from atlas_lm.rules import Rule
+from atlas_lm.shapes import Keys, TokenFlag, Values, Weights
+
+Impl = Literal["auto", "reference", "chunked", "triton"]
+
+
+def memorize(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    gates: Gates,
+    weights: Weights,
+    rule: Rule,
+    coefficients: Tensor | None = None,
+    state: MemoryState | None = None,
+    mask: TokenFlag | None = None,
+    reset: TokenFlag | None = None,
+    impl: Impl = "auto",
+) -> tuple[Values, MemoryState]:
+    """Write every (k, v) into a memory and read it at every q, each read after its own write.
+
+        y, state = memorize(q, k, v, gates, weights, rule)
+        y, state = memorize(q2, k2, v2, gates2, weights, rule, state=state)    # and so on
+
+    q, k `[b t h k]`, v `[b t h v]`; weights as `init_memory` makes them (with a state, its fast
+    weights go on and these serve only a `reset`); coefficients a_i of polynomial features, `[p+1]`
+    or `[h p+1]`, 1/i! if left out. `mask` False: there is no such token. `reset` True: a document
+    begins here. impl: "reference" is the definition, "chunked" the same in parallel, "auto" the
+    fastest there is. Returns y like v, and the state; what was passed in is left as it was.
+    """
+    check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset, impl)
+    dtype = state_dtype(q.dtype)
+    product = product_for(q.dtype)
+    out_dtype = q.dtype
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    gates = _complete(Gates(*(g if g is None else g.to(dtype) for g in gates)), rule)
+    weights = {n: w.to(dtype) for n, w in weights.items()}
+    slow = {n: weights.pop(n) for n in SLOW if n in weights}
+    coefficients = default_coefficients(rule, q) if coefficients is None else coefficients.to(dtype)
+    if mask is not None:
+        q, k, v, gates = _without_absent(mask, q, k, v, gates)
+    if state is None:
+        widths = past_widths(rule, weights | slow, q, v)
+        state = MemoryState.begin(rule, weights, q.shape[0], widths, keys=k, values=v)
+    if q.shape[1] == 0:
+        return v.to(out_dtype), state
+    outer = Outer(weights, slow, coefficients)
+    if impl == "reference":
+        y, state = memorize_reference(q, k, v, gates, outer, state, mask, reset)
+        return y.to(out_dtype), state
+    parallel = memorize_chunked
+    if rule.features == "exponential":
+        parallel = memorize_exponential
+    elif is_delta_rule(rule):
+        parallel = memorize_delta
+    closed = not hides_parameters(rule, weights, slow, features_of(rule, coefficients), k, v)
+    y, state = parallel(q, k, v, gates, outer, state, mask, reset, product, closed)
+    return y.to(out_dtype), state
+
+
+def _complete(gates: Gates, rule: Rule) -> Gates:
+    """With the threshold every pair of a huber rule is stored with; without an unused momentum."""
+    if rule.objective == "huber" and gates.threshold is None:
+        gates = gates._replace(threshold=torch.full_like(gates.rate, rule.delta))
+    return gates if rule.uses_momentum else gates._replace(momentum=None)
+
+
+def _without_absent(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates):
+    """Whatever stands where there is no token must not reach the numbers."""
+
+    def clear(x: Tensor, value: float = 0.0) -> Tensor:
+        return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - 2)), x, value)
+
+    neutral = (1.0, 0.0, 1.0, 0.0, 1.0)
+    cleared = (None if g is None else clear(g, x) for g, x in zip(gates, neutral, strict=True))
+    return clear(q), clear(k), clear(v), Gates(*cleared)

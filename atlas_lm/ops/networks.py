@@ -1,0 +1,236 @@
+"""What a memory is: networks written once, over an abstract linear map.
+
+`lin(name, x)` multiplies by the fast weights `name`, and `lin.norm` normalises a branch. Which
+weights those are is the business of `lin`: one frozen set for all tokens, or every token's own.
+Tensors are `[b h t d]`: x the raw key or query (through `residual` where k != v), f = phi of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atlas_lm.ops.features import feature_width
+from atlas_lm.ops.objectives import Objective, objective_of
+from atlas_lm.rules import Rule
+from atlas_lm.shapes import Product, Weights
+
+SLOW = ("gain", "residual")
+"""Weights that only the outer loop learns."""
+
+
+def linear(lin: Lin, x: Tensor, f: Tensor) -> Tensor:
+    return lin("w", f)
+
+
+def mlp(lin: Lin, x: Tensor, f: Tensor) -> Tensor:
+    return x + lin.norm(lin("w1", functional.gelu(lin("w2", f))))
+
+
+def gated_mlp(lin: Lin, x: Tensor, f: Tensor) -> Tensor:
+    return x + lin.norm(lin("w1", functional.gelu(lin("w2", f)) * lin("w3", f)))
+
+
+NETWORKS: dict[str, Callable] = {"linear": linear, "mlp": mlp, "gated_mlp": gated_mlp}
+
+
+def network_of(rule: Rule) -> Callable[[Lin, Tensor, Tensor], Tensor]:
+    return rule.network if callable(rule.network) else NETWORKS[rule.network]
+
+
+class Lin:
+    """The linear maps of a memory, seen by its network."""
+
+    def __init__(self, slow: Weights):
+        self.slow = slow
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def norm(self, branch: Tensor) -> Tensor:
+        """gain * LN(branch) under `norm=True`, else the branch itself."""
+        gain = self.slow.get("gain")
+        if gain is None:
+            return branch
+        return gain.unsqueeze(-2) * functional.layer_norm(branch, branch.shape[-1:], eps=1e-6)
+
+
+class Frozen(Lin):
+    """One set of weights for every token."""
+
+    def __init__(self, weights: Weights, slow: Weights, product: Product = torch.matmul):
+        super().__init__(slow)
+        self.weights, self.product = weights, product
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        return self.product(x, self.weights[name].mT)
+
+
+class Recorded(Lin):
+    """Another `lin`, and what went into and came out of it, ready for gradients by its outputs."""
+
+    def __init__(self, lin: Lin):
+        super().__init__(lin.slow)
+        self.lin = lin
+        self.inputs: Weights = {}
+        self.outputs: Weights = {}
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        out = self.lin(name, x)
+        self.inputs[name] = x
+        self.outputs[name] = out if out.requires_grad else out.requires_grad_()
+        return out
+
+
+def rank_one_factors(
+    network: Callable, objective: Objective, lin: Lin, x: Tensor, f: Tensor, v: Tensor, threshold
+) -> tuple[Weights, Weights]:
+    """The gradient of each pair's loss, as u_i x_i^T for every weight: (inputs x, gradients u)."""
+    keep_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        seen = Recorded(lin)
+        loss = objective(network(seen, x, f), v, threshold).sum()
+        grads = torch.autograd.grad(
+            loss, list(seen.outputs.values()), create_graph=keep_graph, materialize_grads=True
+        )
+    inputs = seen.inputs if keep_graph else {n: x.detach() for n, x in seen.inputs.items()}
+    return inputs, dict(zip(seen.outputs, grads, strict=True))
+
+
+def add_residual(x: Tensor, slow: Weights, product: Product) -> Tensor:
+    """The raw key or query as the network's residual sees it."""
+    residual = slow.get("residual")
+    return x if residual is None else product(x, residual.mT.expand(*x.shape[:-2], *residual.mT.shape[-2:]))
+
+
+def normalized(y: Tensor) -> Tensor:
+    """What was read, divided by its last column; 0 where nothing was ever written."""
+    total = y[..., -1:]
+    return torch.where(total == 0, 0, y[..., :-1] / torch.where(total == 0, 1, total))
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a network asks for: its weights `(out, in)`, which of them read phi, what else it uses."""
+
+    shapes: dict[str, tuple[int, int]]
+    first: tuple[str, ...]
+    uses_norm: bool
+    uses_residual: bool
+
+
+@dataclass
+class _Probe(Lin):
+    """Runs a network on zeros to see its anatomy."""
+
+    features: Tensor
+    widths: dict[str, int]
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    first: tuple[str, ...] = ()
+    uses_norm: bool = False
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        if name in self.shapes:
+            raise ValueError(f"network: {name!r} is used twice; give every linear map its own name")
+        width = self.widths.get(name, self.widths.get("*"))
+        if width is None:
+            raise ValueError(f"weights: the network asks for {name!r}, given {', '.join(self.widths)}")
+        self.shapes[name] = (width, x.shape[-1])
+        if x is self.features:
+            self.first += (name,)
+        return x.sum(-1, keepdim=True).expand(*x.shape[:-1], width) * 1.0
+
+    def norm(self, branch: Tensor) -> Tensor:
+        self.uses_norm = True
+        return branch
+
+
+@lru_cache(maxsize=256)
+def anatomy(rule: Rule, heads: int, d_k: int, d_v: int, widths: tuple, device, dtype) -> Anatomy:
+    """Shapes of the weights, given the output width of each name (`w`, `w1`: d_v) in `widths`."""
+    known = dict(widths)
+    x = torch.zeros(1, heads, 1, d_v, device=device, dtype=dtype, requires_grad=True)
+    f = torch.zeros(1, heads, 1, feature_width(rule, d_k), device=device, dtype=dtype)
+    probe = _Probe(f, known)
+    with torch.enable_grad():
+        out = network_of(rule)(probe, x, f)
+        seen = out.requires_grad and torch.autograd.grad(out.sum(), x, allow_unused=True)[0] is not None
+    if rule.norm and not probe.uses_norm:
+        raise ValueError("Rule: norm=True, but the network never calls lin.norm; set norm=False")
+    if out.shape[-1] != d_v:
+        raise ValueError(f"network: it predicts {out.shape[-1]} values, expected d_v={d_v}")
+    return Anatomy(probe.shapes, probe.first, probe.uses_norm, bool(seen))
+
+
+def anatomy_of(rule: Rule, weights: Weights, d_k: int, d_v: int) -> Anatomy:
+    """The anatomy of a rule's network at the widths of these weights."""
+    fast = {n: w for n, w in weights.items() if n not in SLOW}
+    some = next(iter(fast.values()))
+    widths = tuple((n, w.shape[1]) for n, w in fast.items())
+    return anatomy(rule, some.shape[0], d_k, d_v, widths, some.device, some.dtype)
+
+
+def hides_parameters(rule: Rule, weights: Weights, slow: Weights, phi, k: Tensor, v: Tensor) -> bool:
+    """Whether a function of the rule sees learned tensors of its own, tried on the first token."""
+    if not rule.custom:
+        return False
+    with torch.enable_grad():
+        x, v = k[:1, :1].detach().transpose(1, 2), v[:1, :1].detach().transpose(1, 2)
+        f = phi(x)
+        lin = Frozen({n: w.detach() for n, w in weights.items()}, {n: w.detach() for n, w in slow.items()})
+        y = network_of(rule)(lin, add_residual(x, lin.slow, torch.matmul), f.detach())
+        loss = objective_of(rule)(y.detach(), v, None)
+    return any(t.requires_grad for t in (f, y, loss))
+
+
+def past_widths(rule: Rule, weights: Weights, q: Tensor, v: Tensor) -> dict[str, int]:
+    """What an exponential memory keeps of every past token, and how wide it is."""
+    if rule.features != "exponential":
+        return {}
+    d_k, extra = q.shape[-1], 1 if rule.normalize else 0
+    parts = anatomy_of(rule, weights, d_k, v.shape[-1])
+    widths = {n: parts.shapes[n][0] + extra for n in parts.first}
+    return {"keys": d_k} | {f"{when}.{n}": w for when in ("now", "anchor") for n, w in widths.items()}
+
+
+def init_memory(
+    rule: Rule,
+    heads: int,
+    d_k: int,
+    d_v: int,
+    hidden: int | None = None,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Weights:
+    """Initial memory of a rule: fast weights `[h out in]` with std in^-1/2, gain, residual.
+
+    `w` and `w1` give values, of width d_v; every other map of a network gives `hidden` (4 d_k).
+    """
+    for name, value in {"heads": heads, "d_k": d_k, "d_v": d_v, "hidden": hidden or 1}.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"init_memory: {name}={value!r} must be a whole number, 1 or more")
+    if not rule.deep and hidden is not None:
+        raise ValueError(f"init_memory: hidden={hidden} has no meaning for network='linear'")
+    dtype = dtype or torch.get_default_dtype()
+    device = torch.device(device or torch.get_default_device())
+    widths = (("w", d_v), ("w1", d_v), ("*", hidden or 4 * d_k))
+    parts = anatomy(rule, heads, d_k, d_v, widths, device, dtype)
+    weights = {
+        name: torch.randn(heads, *shape, generator=generator, dtype=dtype, device=device)
+        * shape[1] ** -0.5
+        for name, shape in parts.shapes.items()
+    }
+    if rule.normalize:
+        weights = {name: torch.zeros_like(w) for name, w in weights.items()}
+    if rule.norm:
+        weights["gain"] = torch.full((heads, d_v), d_v**-0.5, dtype=dtype, device=device)
+    if parts.uses_residual and d_k != d_v:
+        residual = torch.randn(heads, d_v, d_k, generator=generator, dtype=dtype, device=device)
+        weights["residual"] = residual * d_k**-0.5
+    return weights

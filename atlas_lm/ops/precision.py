@@ -1,0 +1,42 @@
+"""Which numbers are kept in which precision.
+
+float32 and float64 inputs: everything in that dtype. Lower ones: state, gates and sums in float32,
+and only the operands of matrix products are rounded, in every derivative too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from atlas_lm.shapes import Product
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product_for(dtype: torch.dtype) -> Product:
+    """The matrix product for inputs of this dtype."""
+    if state_dtype(dtype) == dtype:
+        return torch.matmul
+    return partial(_RoundedProduct.apply, dtype)
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """round(a) @ round(b), summed in float32; its gradients are rounded products again."""
+
+    @staticmethod
+    def forward(ctx, dtype, a, b):
+        ctx.save_for_backward(a, b)
+        ctx.dtype = dtype
+        return a.to(dtype).to(a.dtype) @ b.to(dtype).to(b.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        product = product_for(ctx.dtype)
+        return None, product(grad, b.mT), product(a.mT, grad)

@@ -1,0 +1,317 @@
+"""The state of a memory: what it has learned so far, and what it needs to go on exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from atlas_lm.ops.networks import SLOW
+from atlas_lm.rules import Rule
+from atlas_lm.shapes import Gate, WindowGate
+
+FORMAT = "atlas-lm memory 1"
+
+
+class Gates(NamedTuple):
+    """How much is kept, written, carried on and listened to, for every token and head."""
+
+    retention: Gate
+    """alpha in (0, 1]: 1 keeps everything."""
+    rate: Gate
+    """eta >= 0: 0 writes nothing."""
+    momentum: Gate | None
+    """theta in (0, 1]; momentum and muon only."""
+    importance: WindowGate
+    """gamma: `[..., j]` weighs the pair j tokens back."""
+    threshold: Gate | None = None
+    """Huber's delta, per pair."""
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryState:
+    """Goes into `memorize` and comes out; every tensor has the batch first.
+
+    Chunks, windows and strides count a row's own tokens, so rows may be at different positions.
+    """
+
+    rule: Rule
+    weights: dict[str, Tensor]
+    """Fast weights now, `[b h out in]`."""
+    anchor: dict[str, Tensor]
+    """Fast weights when the chunk of the next token began: where its gradients are taken."""
+    momentum: dict[str, Tensor]
+    """S, like the weights; empty under gd."""
+    keys: Tensor
+    """Keys of the last c-1 pairs `[b c-1 h k]`, the newest last, zeros before the first."""
+    values: Tensor
+    thresholds: Tensor | None
+    position: Tensor
+    """Tokens read since the row's document began, int64 `[b]`."""
+    past: dict[str, Tensor]
+    """Exponential rules only: every past key, and its coefficients now and at the anchor, by row
+    from the document's first token, `[b t h .]`."""
+
+    @classmethod
+    def begin(cls, rule: Rule, weights: dict[str, Tensor], batch: int, past, *, keys, values):
+        """An unread memory. `past` maps names to widths; `keys`, `values` are `[b t h .]` models."""
+        heads, c = keys.shape[2], rule.window
+        fast = {n: w.expand(batch, *w.shape) for n, w in weights.items() if n not in SLOW}
+        momentum = {n: torch.zeros_like(w) for n, w in fast.items()} if rule.uses_momentum else {}
+        return cls(
+            rule=rule,
+            weights=fast,
+            anchor=dict(fast),
+            momentum=momentum,
+            keys=keys.new_zeros(batch, c - 1, heads, keys.shape[3]),
+            values=values.new_zeros(batch, c - 1, heads, values.shape[3]),
+            thresholds=keys.new_zeros(batch, c - 1, heads) if rule.objective == "huber" else None,
+            position=torch.zeros(batch, dtype=torch.int64, device=keys.device),
+            past={n: keys.new_zeros(batch, 0, heads, width) for n, width in past.items()},
+        )
+
+    @property
+    def batch(self) -> int:
+        return self.position.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor under a flat name."""
+        out = {}
+        for name, value in self._parts().items():
+            if isinstance(value, dict):
+                out |= {f"{name}.{key}": tensor for key, tensor in value.items()}
+            elif value is not None:
+                out[name] = value
+        return out
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> MemoryState:
+        """The state with a function applied to each of its tensors."""
+        return _join(self.rule, {n: function(t) for n, t in self.tensors().items()})
+
+    def to(self, *args, **kwargs) -> MemoryState:
+        """Move, or convert to float32 or float64."""
+        moved = self.map(lambda t: t.to(*args, **kwargs) if t.is_floating_point() else t)
+        dtype = moved.keys.dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"MemoryState.to: {dtype} loses the memory; use float32 or float64")
+        return replace(moved, position=self.position.to(moved.keys.device))
+
+    def detach(self) -> MemoryState:
+        """Cut the graph: truncated backpropagation."""
+        return self.map(Tensor.detach)
+
+    def clone(self) -> MemoryState:
+        return self.map(Tensor.clone)
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> MemoryState:
+        """Some rows, in this order; still a batch, of one row for an integer."""
+        if isinstance(rows, int):
+            if not -self.batch <= rows < self.batch:
+                raise IndexError(f"MemoryState: row {rows} of a batch of {self.batch}")
+            rows = [rows]
+        index = rows if isinstance(rows, slice) else torch.as_tensor(rows, device=self.keys.device)
+        return self.map(lambda t: t[index])
+
+    def expand(self, n: int) -> MemoryState:
+        """Every row n times in succession."""
+        return self.map(lambda t: t.repeat_interleave(n, 0))
+
+    @staticmethod
+    def stack(states: Sequence[MemoryState]) -> MemoryState:
+        """Rows of several states, at whatever positions, as one batch."""
+        if not states:
+            raise ValueError("MemoryState.stack: no states given")
+        for state in states[1:]:
+            state.require(states[0].rule, states[0].row_shapes(), "MemoryState.stack")
+        length = max((p.shape[1] for s in states for p in s.past.values()), default=0)
+        parts = [s._padded(length).tensors() for s in states]
+        return _join(states[0].rule, {n: torch.cat([p[n] for p in parts]) for n in parts[0]})
+
+    def reset(self, rows: Tensor | Sequence[int], weights: dict[str, Tensor]) -> MemoryState:
+        """The state with these rows (numbers, or one flag a row) as if nothing had been read."""
+        rows = torch.as_tensor(rows, device=self.keys.device)
+        flags = rows if rows.dtype == torch.bool else torch.zeros_like(self.position).bool()
+        if rows.dtype != torch.bool:
+            flags = flags.index_fill(0, rows.long(), True)
+        widths = {n: p.shape[-1] for n, p in self.past.items()}
+        fast = {n: w.to(self.keys) for n, w in weights.items() if n not in SLOW}
+        new = MemoryState.begin(
+            self.rule, fast, self.batch, widths, keys=self.keys, values=self.values
+        )
+        length = max((p.shape[1] for p in self.past.values()), default=0)
+        blank = new._padded(length).tensors()
+
+        def choose(old: Tensor, new: Tensor) -> Tensor:
+            return torch.where(flags.view(-1, *[1] * (old.ndim - 1)), new, old)
+
+        return _join(self.rule, {n: choose(t, blank[n]) for n, t in self.tensors().items()})
+
+    def require(self, rule: Rule, shapes: dict[str, tuple[int, ...]], where: str) -> None:
+        """Refuse this state for another rule or other shapes, naming both sides."""
+        if self.rule != rule:
+            mine, theirs = self.rule.describe(), rule.describe()
+            wrong = [f for f in mine if mine[f] != theirs[f]]
+            raise ValueError(
+                f"{where}: the state is of another rule: "
+                f"state has {', '.join(f'{f}={mine[f]!r}' for f in wrong)}; "
+                f"expected {', '.join(f'{f}={theirs[f]!r}' for f in wrong)}"
+            )
+        mine = self.row_shapes()
+        wrong = [n for n in sorted(mine | shapes) if mine.get(n) != shapes.get(n)]
+        if wrong:
+            raise ValueError(
+                f"{where}: the state does not fit: "
+                f"state has {', '.join(f'{n} {mine.get(n)}' for n in wrong)}; "
+                f"expected {', '.join(f'{n} {shapes.get(n)}' for n in wrong)} (shapes of one row)"
+            )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a safetensors file; the old file stays until the new one is whole."""
+        path = Path(path)
+        tensors = {n: t.detach().cpu().contiguous().clone() for n, t in self.tensors().items()}
+        data = save(tensors, _metadata(self.rule, tensors))
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @staticmethod
+    def load(path: str | os.PathLike, rule: Rule | None = None) -> MemoryState:
+        """Read a saved state; `rule`, if given, must be the one it was written with.
+
+        A rule made of functions cannot be read back from a file: give the same rule here.
+        """
+        tensors, metadata = _read(Path(path))
+        written = json.loads(metadata["rule"])
+        if rule is None:
+            rule = _rule_from(written, path)
+        expected = rule.describe()
+        wrong = [f for f in expected if expected[f] != written.get(f)]
+        if wrong or written.keys() != expected.keys():
+            raise ValueError(
+                f"{path}: the memory is of another rule: "
+                f"file has {', '.join(f'{f}={written.get(f)!r}' for f in wrong)}; "
+                f"expected {', '.join(f'{f}={expected[f]!r}' for f in wrong)}"
+            )
+        state = _join(rule, tensors)
+        state._check_whole(path)
+        return state
+
+    def _parts(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rule"}
+
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one row, with the growing axis of the past left out."""
+        return {
+            n: tuple(t.shape[2:] if n.startswith("past.") else t.shape[1:])
+            for n, t in self.tensors().items()
+        }
+
+    def _padded(self, length: int) -> MemoryState:
+        """The past filled up with zeros to this length."""
+        past = {
+            n: torch.cat([p, p.new_zeros(p.shape[0], length - p.shape[1], *p.shape[2:])], 1)
+            for n, p in self.past.items()
+        }
+        return replace(self, past=past)
+
+    def _check_whole(self, path) -> None:
+        shapes = {n: tuple(t.shape) for n, t in self.tensors().items()}
+        fast = {n: shapes[f"weights.{n}"] for n in self.weights}
+        consistent = (
+            fast
+            and {n: shapes.get(f"anchor.{n}") for n in self.anchor} == fast
+            and (not self.rule.uses_momentum or {n: tuple(m.shape) for n, m in self.momentum.items()} == fast)
+            and self.keys.shape[1] == self.rule.window - 1
+            and all(t.shape[0] == self.batch for t in self.tensors().values())
+        )
+        if not consistent:
+            raise ValueError(f"{path}: the tensors of the memory do not fit together: {shapes}")
+
+
+def _join(rule: Rule, tensors: dict[str, Tensor]) -> MemoryState:
+    """A state from the flat names of `MemoryState.tensors`."""
+    parts: dict = {"weights": {}, "anchor": {}, "momentum": {}, "past": {}, "thresholds": None}
+    for name, tensor in tensors.items():
+        group, _, key = name.partition(".")
+        if key:
+            parts[group][key] = tensor
+        else:
+            parts[group] = tensor
+    return MemoryState(rule=rule, **parts)
+
+
+def _metadata(rule: Rule, tensors: dict[str, Tensor]) -> dict[str, str]:
+    from atlas_lm import __version__
+
+    metadata = {
+        "format": FORMAT,
+        "library": f"atlas-lm {__version__}",
+        "rule": json.dumps(rule.describe()),
+        "dtype": str(tensors["keys"].dtype),
+        "position": json.dumps(tensors["position"].tolist()),
+        "shapes": json.dumps({n: list(t.shape) for n, t in sorted(tensors.items())}),
+    }
+    return metadata | {"sha256": _fingerprint(tensors, metadata)}
+
+
+def _fingerprint(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Of everything in the file, so that a changed byte anywhere is noticed."""
+    digest = hashlib.sha256()
+    for key in sorted(metadata.keys() - {"sha256"}):
+        digest.update(f"{key}={metadata[key]}\n".encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such memory file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+    if metadata.get("format") != FORMAT:
+        found = metadata.get("format", "no format")
+        raise ValueError(f"{path}: not a memory file: it says {found!r}, expected {FORMAT!r}")
+    if metadata.get("sha256") != _fingerprint(tensors, metadata):
+        raise ValueError(f"{path}: the file was changed after it was written (checksum differs)")
+    return tensors, metadata
+
+
+def _rule_from(written: dict[str, object], path) -> Rule:
+    custom = [f for f, v in written.items() if isinstance(v, str) and v.startswith("function ")]
+    if custom:
+        raise ValueError(
+            f"{path}: the rule holds functions ({', '.join(f'{f}={written[f]}' for f in custom)}); "
+            "pass the same rule: MemoryState.load(path, rule=rule)"
+        )
+    try:
+        return Rule(**written)  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise ValueError(f"{path}: written by another version of atlas-lm ({error})") from error
