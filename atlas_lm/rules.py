@@ -24,7 +24,7 @@ class Rule:
     network: str | Callable = "linear"
     """"linear", "mlp", "gated_mlp", or a function `(lin, x, f) -> prediction` (`ops.networks`)."""
     features: str | Callable = "identity"
-    """"identity", "polynomial", "exponential", or a function of the keys, `[..., k] -> [..., D]`."""
+    """"identity", "polynomial", "exponential", or a function of keys, `[... k] -> [... D]`."""
     degree: int = 2
     """Highest degree of the polynomial features."""
     objective: str | Callable = "l2"
@@ -123,7 +123,11 @@ class Rule:
             ("eta_inside", self.optimizer == "muon", "optimizer='muon'"),
             ("decay_first", self.chunk == 1, "chunk=1"),
             ("norm", self.deep, "network='mlp' or 'gated_mlp'"),
-            ("normalize", normalizable, "network='linear', features='exponential', objective='dot'"),
+            (
+                "normalize",
+                normalizable,
+                "network='linear', features='exponential', objective='dot'",
+            ),
         ]
         defaults = {f.name: f.default for f in fields(self)} | {"norm": False}
         for name, allowed, where in needs:
@@ -146,9 +150,6 @@ def _plain(value: object) -> object:
     return value
 
 
-_omega = {"features": "polynomial", "window": 16}
-_kernel = {"network": "mlp", "features": "exponential"}
-
 RULES: dict[str, Rule] = {
     "linear_attention": Rule(objective="dot", retention="none"),
     "retnet": Rule(objective="dot", retention="fixed"),
@@ -159,12 +160,14 @@ RULES: dict[str, Rule] = {
     "ttt_linear": Rule(retention="none"),
     "ttt_mlp": Rule(network="mlp", retention="none"),
     "titans": Rule(network="mlp", optimizer="momentum"),
-    "omeganet": Rule(network="mlp", **_omega),
-    "atlas": Rule(network="mlp", optimizer="muon", **_omega),
-    "atlas_pp": Rule(network="gated_mlp", optimizer="muon", **_omega),
-    "deep_transformer": Rule(**_kernel, objective="dot"),
-    "swdt": Rule(**_kernel, objective="dot", window=16),
-    "dot": Rule(**_kernel, window=16),
+    "omeganet": Rule(network="mlp", features="polynomial", window=16),
+    "atlas": Rule(network="mlp", features="polynomial", window=16, optimizer="muon"),
+    "atlas_pp": Rule(network="gated_mlp", features="polynomial", window=16, optimizer="muon"),
+    "deep_transformer": Rule(network="mlp", features="exponential", objective="dot"),
+    "swdt": Rule(network="mlp", features="exponential", objective="dot", window=16),
+    "dot": Rule(network="mlp", features="exponential", window=16),
     "moneta": Rule(network="mlp", objective="lp", power=3.0),
     "yaad": Rule(network="mlp", objective="huber"),
 }
+"""The family. What a row leaves out: network linear, features identity, objective l2, window 1,
+optimizer gd, chunk 64."""

@@ -21,7 +21,18 @@ from atlas_lm.ops.features import features_of, kernel_of
 from atlas_lm.ops.muon import Muon
 from atlas_lm.ops.networks import Lin, add_residual, network_of
 from atlas_lm.ops.pieces import cut_into_pieces
-from atlas_lm.ops.segments import Carry, Form, Inputs, Outer, finish, prepare, run
+from atlas_lm.ops.segments import (
+    Carry,
+    Form,
+    Groups,
+    Inputs,
+    Outer,
+    finish,
+    plan_groups,
+    prepare,
+    run,
+    unbound,
+)
 from atlas_lm.ops.state import Gates, MemoryState
 from atlas_lm.shapes import Keys, Product, TokenFlag, Values, Weights
 
@@ -43,9 +54,11 @@ def memorize_chunked(
     pieces = cut_into_pieces(state.position, q.shape[1], rule.chunk, rule.window, mask, reset)
     inputs = prepare(pieces, state, q, k, v, gates)
     carry = Carry(state.weights, state.anchor, state.momentum)
-    form = Muon if rule.optimizer == "muon" else Additive
-    size = form.group_size(pieces.number)
-    y, carry = run(form(rule, pieces, product), inputs, carry, outer, size, closed)
+    if rule.optimizer == "muon":
+        form, groups = Muon(rule, pieces, product), Groups(size=1, kept=1)
+    else:
+        form, groups = Additive(rule, pieces, product), plan_groups(inputs, state.weights)
+    y, carry = run(form, inputs, carry, outer, groups, closed)
     return pieces.join(y), finish(pieces, state, k, v, gates, **carry._asdict())
 
 
@@ -57,19 +70,29 @@ class Mixing(NamedTuple):
     carried: Tensor | None
     """m: of S in W_t."""
     share: Tensor
-    """P: of each pair in W_t."""
+    """-P: of each pair in W_t."""
     momentum_kept: Tensor | None
     """prod theta: of S in S_t."""
     momentum_share: Tensor | None
-    """C: of each pair in S_t."""
+    """-C: of each pair in S_t."""
 
-    def piece(self, i: int) -> Mixing:
-        return Mixing(*(m if m is None else m[i] for m in self))
+    def ends(self) -> list[Mixing]:
+        """At the last token of each piece, ready to scale matrices or pairs."""
+        count = self.kept.shape[0]
+        scale = [
+            None if m is None else m[..., -1, None, None]
+            for m in (self.kept, self.carried, self.momentum_kept)
+        ]
+        share = [
+            None if m is None else m[..., -1, :, None] for m in (self.share, self.momentum_share)
+        ]
+        parts = (scale[0], scale[1], share[0], scale[2], share[1])
+        return [Mixing(*x) for x in zip(*(unbound(x, count) for x in parts), strict=True)]
 
     @classmethod
     def of(cls, inputs: Inputs) -> Mixing:
         retained = decay(inputs.alpha)
-        weight = inputs.gamma * inputs.eta.unsqueeze(-1)
+        weight = inputs.gamma * -inputs.eta.unsqueeze(-1)
         if inputs.theta is None:
             return cls(retained[..., 0], None, spread(retained, weight), None, None)
         persisted = decay(inputs.theta)
@@ -90,57 +113,65 @@ class Additive(Form):
         x, f = add_residual(inputs.k, outer.slow, self.product), phi(inputs.k)
         mixing = Mixing.of(inputs)
         entered, ins, grads = [], [], []
-        for i in range(inputs.q.shape[0]):
+        parts = (inputs.pieces(), x.unbind(0), f.unbind(0), mixing.ends())
+        for i, (piece, x_i, f_i, end) in enumerate(zip(*parts, strict=True)):
             carry = self.begin(first + i, carry, outer)
-            xs, us = self.factors(inputs.piece(i), carry, outer, x[i], f[i])
+            xs, us = self.factors(piece, carry, outer, x_i, f_i)
             entered.append(carry)
-            ins.append(xs)
+            ins.append({n: x for n, x in xs.items() if x is not f_i})
             grads.append(us)
-            carry = self._write(first + i, carry, xs, us, mixing.piece(i))
+            carry = self._write(first + i, carry, xs, us, end)
         fq = phi(inputs.q)
         kernel = kernel_of(self.rule, outer.coefficients, self.product)(inputs.q, inputs.k, fq, f)
-        weights, momentum = _stacked([c.weights for c in entered]), _stacked([c.momentum for c in entered])
+        weights, momentum = (_stacked([c[part] for c in entered]) for part in (0, 2))
+        before = {n: [w, momentum[n]] if n in momentum else [w] for n, w in weights.items()}
         lin = _EveryToken(
-            outer.slow, self.product, mixing, weights, momentum, _stacked(ins), _stacked(grads), fq, kernel
+            outer.slow, self.product, mixing, before, _stacked(ins), _stacked(grads), fq, kernel
         )
-        y = network_of(self.rule)(lin, add_residual(inputs.q, outer.slow, self.product).flatten(0, 1), lin.features)
+        y = network_of(self.rule)(
+            lin, add_residual(inputs.q, outer.slow, self.product).flatten(0, 1), lin.features
+        )
         return y.unflatten(0, inputs.q.shape[:2]), carry
 
-    def _write(self, piece: int, carry: Carry, xs: Weights, us: Weights, mixing: Mixing) -> Carry:
-        kept, carried, share, momentum_kept, momentum_share = (m if m is None else m[:, :, -1] for m in mixing)
+    def _write(self, piece: int, carry: Carry, xs: Weights, us: Weights, end: Mixing) -> Carry:
+        shares = [s for s in (end.share, end.momentum_share) if s is not None]
         weights, momentum = {}, {}
         for name, w in carry.weights.items():
-            weights[name] = kept[..., None, None] * w - self.weighted_sum(share, us[name], xs[name])
-            if carried is None:
-                continue
-            s = carry.momentum[name]
-            weights[name] = weights[name] + carried[..., None, None] * s
-            momentum[name] = momentum_kept[..., None, None] * s - self.weighted_sum(
-                momentum_share, us[name], xs[name]
-            )
+            written, *pushed = self.weighted_sums(shares, us[name], xs[name])
+            weights[name] = torch.addcmul(written, end.kept, w)
+            if end.carried is not None and end.momentum_kept is not None:
+                s = carry.momentum[name]
+                weights[name] = torch.addcmul(weights[name], end.carried, s)
+                momentum[name] = torch.addcmul(pushed[0], end.momentum_kept, s)
         return self.end(piece, weights, momentum, carry)
 
 
 class _EveryToken(Lin):
     """Each token's own memory W_t, without forming it."""
 
-    def __init__(self, slow, product, mixing: Mixing, weights, momentum, ins, grads, features, kernel):
+    def __init__(self, slow, product, mixing: Mixing, entered, ins, grads, features, kernel):
         super().__init__(slow)
-        self.product = product
-        self.kept, self.carried, self.share = (m if m is None else m.flatten(0, 1) for m in mixing[:3])
-        self.weights, self.momentum, self.ins, self.grads = weights, momentum, ins, grads
+        self.product, self.entered, self.ins, self.grads = product, entered, ins, grads
+        scales = [m for m in (mixing.kept, mixing.carried) if m is not None]
+        self.scales = [m.flatten(0, 1).unsqueeze(-1) for m in scales]
+        self.share = mixing.share.flatten(0, 1)
         self.features, self.kernel = features.flatten(0, 1), kernel.flatten(0, 1)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        out = self.kept.unsqueeze(-1) * self.product(x, self.weights[name].mT)
-        if self.carried is not None:
-            out = out + self.carried.unsqueeze(-1) * self.product(x, self.momentum[name].mT)
+        """(prod alpha W + m S) x + the piece's writes, scaled on whichever side is narrower."""
         alike = self.kernel if x is self.features else self.product(x, self.ins[name].mT)
-        return out - self.product(self.share * alike, self.grads[name])
+        writes, entered = self.share * alike, self.entered[name]
+        if entered[0].shape[-2] > x.shape[-1]:
+            left = torch.cat([*(c * x for c in self.scales), writes], -1)
+            right = torch.cat([*(w.mT for w in entered), self.grads[name]], -2)
+            return self.product(left, right)
+        read = self.product(x, torch.cat(entered, -2).mT).split(entered[0].shape[-2], -1)
+        out = self.product(writes, self.grads[name])
+        for scale, part in zip(self.scales, read, strict=True):
+            out = torch.addcmul(out, scale, part)
+        return out
 
 
 def _stacked(pieces: list[Weights]) -> Weights:
     """One tensor a name, pieces and batch in one axis."""
     return {n: torch.stack([p[n] for p in pieces]).flatten(0, 1) for n in pieces[0]}
-
-

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 def decay(gate: Tensor) -> Tensor:
-    """`[... l] -> [... l 1+l]`: entry [t, 1+n] is prod gate_{n+1..t}, entry [t, 0] prod gate_{0..t}.
+    """`[... l] -> [... l 1+l]`: [t, 1+n] holds prod gate_{n+1..t}, and [t, 0] prod gate_{0..t}.
 
     Sums of logarithms over each span alone: differences of running sums, and quotients of running
     products, lose every digit when a gate is small.
@@ -16,7 +16,7 @@ def decay(gate: Tensor) -> Tensor:
     length = gate.shape[-1]
     logs = gate.log()[..., None].expand(*gate.shape, length + 1).tril()
     future = torch.ones(length, length + 1, dtype=torch.bool, device=gate.device).triu(2)
-    return logs.cumsum(-2).masked_fill(future, float("-inf")).exp()
+    return logs.cumsum(-2).masked_fill_(future, float("-inf")).exp_()
 
 
 def band(gamma: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from atlas_lm.ops.decay import decay
 from atlas_lm.ops.features import features_of, kernel_of
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces
-from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, group_size, prepare, run
+from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, plan_groups, prepare, run
 from atlas_lm.ops.state import Gates, MemoryState
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Keys, Product, TokenFlag, Values, Weights
@@ -51,8 +51,8 @@ def memorize_delta(
     rule = state.rule
     pieces = cut_into_pieces(state.position, q.shape[1], TILE, rule.window, mask, reset)
     inputs = prepare(pieces, state, q, k, v, gates)
-    size = group_size(pieces.number)
-    y, weights = run(_Delta(rule, pieces, product), inputs, state.weights, outer, size, closed)
+    groups = plan_groups(inputs, state.weights)
+    y, weights = run(_Delta(rule, pieces, product), inputs, state.weights, outer, groups, closed)
     state = finish(pieces, state, k, v, gates, weights=weights, anchor=dict(weights))
     return pieces.join(y), state
 
@@ -71,14 +71,15 @@ class _Delta:
         left = decay(inputs.alpha)
         errors, seen = self._solve(left, rate, kernel(inputs.k, inputs.k, fk, fk), inputs.v, fk)
         share, entered, grads = left[..., 1:] * rate.unsqueeze(-2), [], []
-        for i in range(inputs.q.shape[0]):
-            weights = begin_rows(self.pieces.begins[:, first + i], outer.initial, weights)
+        kept, ends = left[..., -1, :1].unsqueeze(-1), share[..., -1, :].unsqueeze(-1) * fk
+        parts = (x.unbind(0) for x in (errors, seen, kept, ends))
+        for i, (error, read, keep, end) in enumerate(zip(*parts, strict=True)):
+            weights = begin_rows(self.pieces.begins[first + i], outer.initial, weights)
             w = weights["w"]
-            u = errors[i] - self.product(seen[i], w.mT)
+            u = error - self.product(read, w.mT)
             entered.append(w)
             grads.append(u)
-            written = self.product((share[i, :, :, -1].unsqueeze(-1) * u).mT, fk[i])
-            weights = {"w": left[i, :, :, -1, 0, None, None] * w + written}
+            weights = {"w": keep * w + self.product(u.mT, end)}
         before = left[..., :1] * self.product(fq, torch.stack(entered).mT)
         during = self.product(share * kernel(inputs.q, inputs.k, fq, fk), torch.stack(grads))
         return before + during, weights

@@ -1,4 +1,4 @@
-"""Memories on the exponential map, <phi*(q), phi*(k)> = exp(q.k): attention with a memory behind it.
+"""Memories on the exponential map, <phi*(q), phi*(k)> = exp(q.k): attention that learns.
 
 phi* is infinite, so the layer that reads it is kept in the span of what was written,
 
@@ -20,11 +20,11 @@ from torch.nn import functional
 
 from atlas_lm.ops.decay import decay, spread
 from atlas_lm.ops.features import with_one
-from atlas_lm.ops.networks import Frozen, Lin, add_residual, network_of, normalized, rank_one_factors
-from atlas_lm.ops.objectives import objective_of
+from atlas_lm.ops.gradients import pair_gradients
+from atlas_lm.ops.networks import Frozen, Lin, add_residual, network_of, normalized
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces, take_rows
-from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, group_size, prepare, run, select_rows
-from atlas_lm.ops.state import Gates, MemoryState
+from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, plan_groups, prepare, run
+from atlas_lm.ops.state import Gates, MemoryState, extended, part_of
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Keys, Product, TokenFlag, Values, Weights
 
@@ -45,7 +45,7 @@ class Carry(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every piece sees: the outer loop's weights, and all keys in order of time `[b h s k]`."""
+    """What every piece sees: the outer loop's weights, and all keys by time `[b h s k]`."""
 
     outer: Outer
     keys: Tensor
@@ -69,14 +69,16 @@ def memorize_exponential(
     length = int(state.position.max())
     stored = {n: p[:, :length].transpose(1, 2) for n, p in state.past.items()}
     carry = Carry(
-        Snapshot(state.weights, _part(stored, "now.")),
-        Snapshot(state.anchor, _part(stored, "anchor.")),
+        Snapshot(state.weights, part_of(stored, "now.")),
+        Snapshot(state.anchor, part_of(stored, "anchor.")),
     )
     keys = torch.cat([stored["keys"], k.transpose(1, 2)], 2)
     form = _Exponential(rule, pieces, product, state.position, length)
-    y, carry = run(form, inputs, carry, Context(outer, keys), group_size(pieces.number), closed)
+    y, carry = run(
+        form, inputs, carry, Context(outer, keys), plan_groups(inputs, state.weights), closed
+    )
     past = {"keys": keys} | {
-        f"{when}.{n}": _extended(u, keys.shape[2])
+        f"{when}.{n}": extended(u, keys.shape[2])
         for when, snapshot in carry._asdict().items()
         for n, u in snapshot.coefficients.items()
     }
@@ -96,8 +98,8 @@ class _Exponential:
 
     def __call__(self, first: int, inputs: Inputs, carry: Carry, context: Context):
         outputs = []
-        for i in range(inputs.q.shape[0]):
-            y, carry = self._piece(first + i, inputs.piece(i), carry, context)
+        for i, piece in enumerate(inputs.pieces()):
+            y, carry = self._piece(first + i, piece, carry, context)
             outputs.append(y)
         return torch.stack(outputs), carry
 
@@ -111,14 +113,13 @@ class _Exponential:
         return y, self._write(piece, carry, retained[..., -1, :1], share[..., -1, :], xs, us)
 
     def _begin(self, piece: int, carry: Carry, outer: Outer) -> Carry:
-        flags = self.pieces.begins[:, piece]
-        zeros = {n: torch.zeros_like(u) for n, u in carry.now.coefficients.items()}
-        return Carry(
-            *(
-                Snapshot(begin_rows(flags, outer.initial, s.weights), begin_rows(flags, zeros, s.coefficients))
-                for s in carry
-            )
-        )
+        flags = self.pieces.begins[piece]
+
+        def begun(s: Snapshot) -> Snapshot:
+            weights = begin_rows(flags, outer.initial, s.weights)
+            return Snapshot(weights, begin_rows(flags, None, s.coefficients))
+
+        return Carry(begun(carry.now), begun(carry.anchor))
 
     def _factors(self, inputs: Inputs, carry: Carry, context: Context):
         anchor = carry.anchor
@@ -127,11 +128,11 @@ class _Exponential:
         lin = _Anchor(anchor, context, self.product)
         x = add_residual(inputs.k, context.outer.slow, self.product)
         v = functional.pad(inputs.v, (0, 1), value=1.0) if self.rule.normalize else inputs.v
-        return rank_one_factors(
-            network_of(self.rule), objective_of(self.rule), lin, x, with_one(inputs.k), v, inputs.threshold
-        )
+        return pair_gradients(self.rule, lin, x, with_one(inputs.k), v, inputs.threshold)
 
-    def _write(self, piece: int, carry: Carry, kept: Tensor, share: Tensor, xs: Weights, us: Weights) -> Carry:
+    def _write(
+        self, piece: int, carry: Carry, kept: Tensor, share: Tensor, xs: Weights, us: Weights
+    ) -> Carry:
         """The memory after the piece: finite weights step, coefficients fade and are added to."""
         now = carry.now.scaled(kept.unsqueeze(-1))
         length = self._length(piece + 1)
@@ -143,12 +144,14 @@ class _Exponential:
                 weights[name] = weights[name] - self.product(step.mT, xs[name])
                 continue
             index = slots[:, None, :, None].expand_as(step)
-            coefficients[name] = _extended(now.coefficients[name], length).scatter_add(2, index, -step)
-        flags = self.pieces.ends_chunk[:, piece]
-        extended = {n: _extended(u, length) for n, u in carry.anchor.coefficients.items()}
+            coefficients[name] = extended(now.coefficients[name], length).scatter_add(
+                2, index, -step
+            )
+        flags = self.pieces.ends_chunk[piece]
+        old = {n: extended(u, length) for n, u in carry.anchor.coefficients.items()}
         anchor = Snapshot(
-            {n: select_rows(flags, w, carry.anchor.weights[n]) for n, w in weights.items()},
-            {n: select_rows(flags, u, extended[n]) for n, u in coefficients.items()},
+            {n: flags.select(w, carry.anchor.weights[n]) for n, w in weights.items()},
+            {n: flags.select(u, old[n]) for n, u in coefficients.items()},
         )
         return Carry(Snapshot(weights, coefficients), anchor)
 
@@ -159,7 +162,11 @@ class _Exponential:
     @cached_property
     def _seen(self) -> list[int]:
         index = self.pieces.index.cpu()
-        last = index if self.pieces.filled is None else torch.where(self.pieces.filled.cpu(), index, -1)
+        last = (
+            index
+            if self.pieces.filled is None
+            else torch.where(self.pieces.filled.cpu(), index, -1)
+        )
         return [0, *(last.amax((0, 2)) + 1).cummax(0).values.tolist()]
 
     @cached_property
@@ -167,7 +174,9 @@ class _Exponential:
         """`[r n pairs]`: which key of the past, in order of time, each pair is."""
         pairs, before = self.pieces.pairs, self.rule.window - 1
         start = self.position[: pairs.shape[0], None, None]
-        return torch.where(pairs < before, start + pairs - before, self.stored + pairs - before).clamp(min=0)
+        return torch.where(
+            pairs < before, start + pairs - before, self.stored + pairs - before
+        ).clamp(min=0)
 
     def by_document(self, past: Weights) -> Weights:
         """The past of each row's last document from its first token on; zeros after the last."""
@@ -175,7 +184,7 @@ class _Exponential:
         if pieces.alike:
             return past
         device, length = pieces.index.device, int(pieces.end.max())
-        document = pieces.begins.to(device).cumsum(1)
+        document = torch.stack([flags.rows for flags in pieces.begins], 1).cumsum(1)
         current = (document == document[:, -1:])[..., None].expand_as(pieces.index)
         if pieces.filled is not None:
             current = current & pieces.filled
@@ -201,13 +210,19 @@ class _Anchor(Frozen):
         alike = self.product(x[..., 1:], self.keys[:, :, : u.shape[2]].mT).exp()
         learned = self.product(alike, u)
         # a normalised memory stores one column more than F has, and its F is zero
-        return learned if u.shape[3] > self.weights[name].shape[2] else learned + super().__call__(name, x)
+        return (
+            learned
+            if u.shape[3] > self.weights[name].shape[2]
+            else learned + super().__call__(name, x)
+        )
 
 
 class _EveryToken(Lin):
     """Each token's own memory: what entered the piece, faded, and the piece's writes up to it."""
 
-    def __init__(self, form, inputs: Inputs, entry: Snapshot, context: Context, kept, share, xs, us):
+    def __init__(
+        self, form, inputs: Inputs, entry: Snapshot, context: Context, kept, share, xs, us
+    ):
         super().__init__(context.outer.slow)
         self.form, self.product = form, form.product
         self.q, self.k, self.kept, self.share = inputs.q, inputs.k, kept, share
@@ -235,12 +250,3 @@ class _EveryToken(Lin):
         top = torch.cat([past, recent], -1).amax(-1, keepdim=True).detach().clamp(min=-1e30)
         before = self.kept * self.product((past - top).exp(), u)
         return normalized(before - self.product(self.share * (recent - top).exp(), self.us["w"]))
-
-
-def _extended(u: Tensor, length: int) -> Tensor:
-    """Coefficients `[b h s f]` with zeros for the keys up to `length`."""
-    return functional.pad(u, (0, 0, 0, length - u.shape[2]))
-
-
-def _part(tensors: Weights, prefix: str) -> Weights:
-    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}

@@ -33,7 +33,7 @@ def features_of(rule: Rule, coefficients: Tensor | None) -> Callable[[Tensor], T
     """phi as a function of keys or queries `[b h t k]`."""
     if callable(rule.features):
         return rule.features
-    if rule.features == "polynomial":
+    if coefficients is not None:
         return partial(polynomial, coefficients=coefficients)
     if rule.features == "exponential":
         return with_one
@@ -42,7 +42,7 @@ def features_of(rule: Rule, coefficients: Tensor | None) -> Callable[[Tensor], T
 
 def kernel_of(rule: Rule, coefficients: Tensor | None, product: Product):
     """(q, k, phi(q), phi(k)) -> the matrix of <phi(q), phi(k)>, never wider than the raw keys."""
-    if rule.features == "polynomial":
+    if coefficients is not None:
         return lambda q, k, fq, fk: _horner(product(q, k.mT), coefficients)
     return lambda q, k, fq, fk: product(fq, fk.mT)
 
@@ -84,7 +84,9 @@ class _monomials_table:
         for p in range(2, degree + 1):
             index = {c: n for n, c in enumerate(combinations_with_replacement(range(width), p - 1))}
             block = list(combinations_with_replacement(range(width), p))
-            self.recipes.append((tensor([index[c[:-1]] for c in block]), tensor([c[-1] for c in block])))
+            self.recipes.append(
+                (tensor([index[c[:-1]] for c in block]), tensor([c[-1] for c in block]))
+            )
             exponents += block
         self.degrees = tensor([len(c) for c in exponents])
         self.weights = tensor([_multiplicity(c) ** 0.5 for c in exponents], dtype=torch.float64)

@@ -11,7 +11,8 @@ from atlas_lm.ops.chunked import memorize_chunked
 from atlas_lm.ops.delta import is_delta_rule, memorize_delta
 from atlas_lm.ops.exponential import memorize_exponential
 from atlas_lm.ops.features import default_coefficients, features_of
-from atlas_lm.ops.networks import SLOW, hides_parameters, past_widths
+from atlas_lm.ops.gradients import hides_parameters
+from atlas_lm.ops.networks import SLOW, past_widths
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.reference import memorize_reference
 from atlas_lm.ops.segments import Outer
@@ -52,7 +53,7 @@ def memorize(
     product = product_for(q.dtype)
     out_dtype = q.dtype
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    gates = _complete(Gates(*(g if g is None else g.to(dtype) for g in gates)), rule)
+    gates = _complete(gates.map(lambda g: g.to(dtype)), rule)
     weights = {n: w.to(dtype) for n, w in weights.items()}
     slow = {n: weights.pop(n) for n in SLOW if n in weights}
     coefficients = default_coefficients(rule, q) if coefficients is None else coefficients.to(dtype)
@@ -90,6 +91,5 @@ def _without_absent(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates)
     def clear(x: Tensor, value: float = 0.0) -> Tensor:
         return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - 2)), x, value)
 
-    neutral = (1.0, 0.0, 1.0, 0.0, 1.0)
-    cleared = (None if g is None else clear(g, x) for g, x in zip(gates, neutral, strict=True))
-    return clear(q), clear(k), clear(v), Gates(*cleared)
+    # any valid gate will do: pieces never contain these tokens
+    return clear(q), clear(k), clear(v), gates.map(lambda g: clear(g, 1.0))

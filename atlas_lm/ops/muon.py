@@ -21,13 +21,10 @@ from atlas_lm.shapes import Product, Weights
 
 
 class Muon(Form):
-    @staticmethod
-    def group_size(pieces: int) -> int:
-        """One: Newton-Schulz keeps matrices for every stride point of what it runs over."""
-        return 1
+    """A step over one piece: Newton-Schulz keeps matrices for every stride point it runs over."""
 
     def __call__(self, first: int, inputs: Inputs, carry: Carry, outer: Outer):
-        y, carry = self._piece(first, inputs.piece(0), carry, outer)
+        y, carry = self._piece(first, inputs.pieces()[0], carry, outer)
         return y.unsqueeze(0), carry
 
     def _piece(self, piece: int, inputs: Inputs, carry: Carry, outer: Outer):
@@ -38,7 +35,9 @@ class Muon(Form):
         strides, retained = self._strides(piece), decay(inputs.alpha)
         steps, momentum = self._steps(inputs, carry, xs, us, strides)
         memories, weights = self._memories(carry, retained, steps, strides)
-        fade = _at(retained, strides.cells).gather(-1, _index(strides.since, retained).unsqueeze(-1))
+        fade = _at(retained, strides.cells).gather(
+            -1, _index(strides.since, retained).unsqueeze(-1)
+        )
         lin = _Between(outer.slow, self.product, memories, fade, strides.groups)
         q = inputs.q if strides.aligned else _at(inputs.q, strides.cells)
         y = network_of(self.rule)(lin, add_residual(q, outer.slow, self.product), phi(q))
@@ -54,6 +53,7 @@ class Muon(Form):
     def _steps(self, inputs: Inputs, carry: Carry, xs: Weights, us: Weights, strides: Strides):
         """eta NS(S) at the stride points, `[b h m out in]`, and S after the last token."""
         rule = self.rule
+        assert inputs.theta is not None
         persisted = decay(inputs.theta)
         weight = inputs.gamma * inputs.eta.unsqueeze(-1) if rule.eta_inside else inputs.gamma
         share, kept = spread(persisted, weight), persisted[..., 0]
@@ -64,7 +64,8 @@ class Muon(Form):
         steps, momentum = {}, {}
         for name, s in carry.momentum.items():
             x, u = xs[name], us[name]
-            momentum[name] = kept[..., -1, None, None] * s - self.weighted_sum(share[..., -1, :], u, x)
+            (written,) = self.weighted_sums([share[..., -1, :, None]], u, x)
+            momentum[name] = kept[..., -1, None, None] * s - written
             if strides.points.shape[1] == 0:
                 continue
             mixed = (share_s.unsqueeze(-1) * u.unsqueeze(2)).mT.flatten(2, 3)
@@ -75,7 +76,7 @@ class Muon(Form):
         return steps, momentum
 
     def _memories(self, carry: Carry, retained: Tensor, steps: Weights, strides: Strides):
-        """W after each step (and before the first, where read) `[b h g out in]`, and W at the end."""
+        """W after each step (before the first too, if read) `[b h g out in]`, and W at the end."""
         ends = retained[..., -1:, :]
         if not steps:
             faded = {n: ends[..., 0, 0, None, None] * w for n, w in carry.weights.items()}
@@ -97,7 +98,9 @@ class Muon(Form):
 class _Between(Lin):
     """The memory of each stretch between two steps, for the tokens that read it."""
 
-    def __init__(self, slow: Weights, product: Product, memories: Weights, fade: Tensor, groups: int):
+    def __init__(
+        self, slow: Weights, product: Product, memories: Weights, fade: Tensor, groups: int
+    ):
         super().__init__(slow)
         self.product, self.memories, self.fade, self.groups = product, memories, fade, groups
 

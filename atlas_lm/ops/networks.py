@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from atlas_lm.ops.features import feature_width
-from atlas_lm.ops.objectives import Objective, objective_of
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Product, Weights
 
@@ -70,42 +69,19 @@ class Frozen(Lin):
     def __call__(self, name: str, x: Tensor) -> Tensor:
         return self.product(x, self.weights[name].mT)
 
-
-class Recorded(Lin):
-    """Another `lin`, and what went into and came out of it, ready for gradients by its outputs."""
-
-    def __init__(self, lin: Lin):
-        super().__init__(lin.slow)
-        self.lin = lin
-        self.inputs: Weights = {}
-        self.outputs: Weights = {}
-
-    def __call__(self, name: str, x: Tensor) -> Tensor:
-        out = self.lin(name, x)
-        self.inputs[name] = x
-        self.outputs[name] = out if out.requires_grad else out.requires_grad_()
-        return out
-
-
-def rank_one_factors(
-    network: Callable, objective: Objective, lin: Lin, x: Tensor, f: Tensor, v: Tensor, threshold
-) -> tuple[Weights, Weights]:
-    """The gradient of each pair's loss, as u_i x_i^T for every weight: (inputs x, gradients u)."""
-    keep_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        seen = Recorded(lin)
-        loss = objective(network(seen, x, f), v, threshold).sum()
-        grads = torch.autograd.grad(
-            loss, list(seen.outputs.values()), create_graph=keep_graph, materialize_grads=True
-        )
-    inputs = seen.inputs if keep_graph else {n: x.detach() for n, x in seen.inputs.items()}
-    return inputs, dict(zip(seen.outputs, grads, strict=True))
+    def back(self, name: str, u: Tensor) -> Tensor:
+        """The gradient at the input of a map, from the gradient at its output."""
+        return self.product(u, self.weights[name])
 
 
 def add_residual(x: Tensor, slow: Weights, product: Product) -> Tensor:
     """The raw key or query as the network's residual sees it."""
     residual = slow.get("residual")
-    return x if residual is None else product(x, residual.mT.expand(*x.shape[:-2], *residual.mT.shape[-2:]))
+    return (
+        x
+        if residual is None
+        else product(x, residual.mT.expand(*x.shape[:-2], *residual.mT.shape[-2:]))
+    )
 
 
 def normalized(y: Tensor) -> Tensor:
@@ -116,7 +92,7 @@ def normalized(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a network asks for: its weights `(out, in)`, which of them read phi, what else it uses."""
+    """What a network asks for: weights `(out, in)`, which of them read phi, what else."""
 
     shapes: dict[str, tuple[int, int]]
     first: tuple[str, ...]
@@ -139,7 +115,9 @@ class _Probe(Lin):
             raise ValueError(f"network: {name!r} is used twice; give every linear map its own name")
         width = self.widths.get(name, self.widths.get("*"))
         if width is None:
-            raise ValueError(f"weights: the network asks for {name!r}, given {', '.join(self.widths)}")
+            raise ValueError(
+                f"weights: the network asks for {name!r}, given {', '.join(self.widths)}"
+            )
         self.shapes[name] = (width, x.shape[-1])
         if x is self.features:
             self.first += (name,)
@@ -159,7 +137,10 @@ def anatomy(rule: Rule, heads: int, d_k: int, d_v: int, widths: tuple, device, d
     probe = _Probe(f, known)
     with torch.enable_grad():
         out = network_of(rule)(probe, x, f)
-        seen = out.requires_grad and torch.autograd.grad(out.sum(), x, allow_unused=True)[0] is not None
+        seen = (
+            out.requires_grad
+            and torch.autograd.grad(out.sum(), x, allow_unused=True)[0] is not None
+        )
     if rule.norm and not probe.uses_norm:
         raise ValueError("Rule: norm=True, but the network never calls lin.norm; set norm=False")
     if out.shape[-1] != d_v:
@@ -175,19 +156,6 @@ def anatomy_of(rule: Rule, weights: Weights, d_k: int, d_v: int) -> Anatomy:
     return anatomy(rule, some.shape[0], d_k, d_v, widths, some.device, some.dtype)
 
 
-def hides_parameters(rule: Rule, weights: Weights, slow: Weights, phi, k: Tensor, v: Tensor) -> bool:
-    """Whether a function of the rule sees learned tensors of its own, tried on the first token."""
-    if not rule.custom:
-        return False
-    with torch.enable_grad():
-        x, v = k[:1, :1].detach().transpose(1, 2), v[:1, :1].detach().transpose(1, 2)
-        f = phi(x)
-        lin = Frozen({n: w.detach() for n, w in weights.items()}, {n: w.detach() for n, w in slow.items()})
-        y = network_of(rule)(lin, add_residual(x, lin.slow, torch.matmul), f.detach())
-        loss = objective_of(rule)(y.detach(), v, None)
-    return any(t.requires_grad for t in (f, y, loss))
-
-
 def past_widths(rule: Rule, weights: Weights, q: Tensor, v: Tensor) -> dict[str, int]:
     """What an exponential memory keeps of every past token, and how wide it is."""
     if rule.features != "exponential":
@@ -195,7 +163,9 @@ def past_widths(rule: Rule, weights: Weights, q: Tensor, v: Tensor) -> dict[str,
     d_k, extra = q.shape[-1], 1 if rule.normalize else 0
     parts = anatomy_of(rule, weights, d_k, v.shape[-1])
     widths = {n: parts.shapes[n][0] + extra for n in parts.first}
-    return {"keys": d_k} | {f"{when}.{n}": w for when in ("now", "anchor") for n, w in widths.items()}
+    return {"keys": d_k} | {
+        f"{when}.{n}": w for when in ("now", "anchor") for n, w in widths.items()
+    }
 
 
 def init_memory(

@@ -17,15 +17,12 @@ def objective_of(rule: Rule) -> Objective:
     objective = rule.objective
     if callable(objective):
         return lambda prediction, value, threshold: objective(prediction, value)
-    if objective == "l2":
-        return lambda prediction, value, threshold: l2(prediction, value)
-    if objective == "dot":
-        return lambda prediction, value, threshold: dot(prediction, value)
     if objective == "lp":
         return lambda prediction, value, threshold: lp(prediction, value, rule.power)
-    return lambda prediction, value, threshold: huber(
-        prediction, value, rule.delta if threshold is None else threshold.unsqueeze(-1)
-    )
+    if objective == "huber":
+        return huber
+    plain = {"l2": l2, "dot": dot}[objective]
+    return lambda prediction, value, threshold: plain(prediction, value)
 
 
 def l2(prediction: Tensor, value: Tensor) -> Tensor:
@@ -40,6 +37,30 @@ def lp(prediction: Tensor, value: Tensor, power: float) -> Tensor:
     return (prediction - value).abs().pow(power).sum(-1) / power
 
 
-def huber(prediction: Tensor, value: Tensor, delta: float | Tensor) -> Tensor:
-    size = (prediction - value).abs()
+def huber(prediction: Tensor, value: Tensor, threshold: Tensor | None) -> Tensor:
+    delta, size = _column(threshold), (prediction - value).abs()
     return torch.where(size <= delta, size.square() / 2, delta * (size - delta / 2)).sum(-1)
+
+
+def error_of(rule: Rule) -> Objective:
+    """The gradient of a named loss by the prediction, in the same form."""
+    if rule.objective == "l2":
+        return lambda prediction, value, threshold: prediction - value
+    if rule.objective == "dot":
+        return lambda prediction, value, threshold: -value
+    if rule.objective == "lp":
+        return lambda prediction, value, threshold: _signed_power(
+            prediction - value, rule.power - 1
+        )
+    return lambda prediction, value, threshold: (prediction - value).clamp(
+        -_column(threshold), _column(threshold)
+    )
+
+
+def _signed_power(error: Tensor, power: float) -> Tensor:
+    return error.sign() * error.abs().pow(power)
+
+
+def _column(threshold: Tensor | None) -> Tensor:
+    assert threshold is not None, "huber needs the threshold every pair is stored with"
+    return threshold.unsqueeze(-1)

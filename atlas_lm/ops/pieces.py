@@ -16,6 +16,28 @@ from atlas_lm.shapes import TokenFlag
 
 
 @dataclass(frozen=True)
+class Flags:
+    """Some rows of a batch; that it is all or none of them is known without asking a GPU."""
+
+    rows: Tensor
+    all: bool
+    none: bool
+
+    @staticmethod
+    def by_piece(flags: Tensor, device: torch.device) -> list[Flags]:
+        """From `[r n]` on the CPU."""
+        every, some = flags.all(0).tolist(), flags.any(0).tolist()
+        rows = flags.to(device).unbind(1)
+        return [Flags(r, a, not s) for r, a, s in zip(rows, every, some, strict=True)]
+
+    def select(self, chosen: Tensor, other: Tensor) -> Tensor:
+        """`chosen` in these rows, `other` elsewhere."""
+        if self.all or self.none:
+            return chosen if self.all else other
+        return torch.where(self.rows.view(-1, *[1] * (other.ndim - 1)), chosen, other)
+
+
+@dataclass(frozen=True)
 class Pieces:
     """Where every token goes. r is 1 where all rows are cut alike, else the batch."""
 
@@ -35,10 +57,10 @@ class Pieces:
     """`[r n]`, on the CPU: position of each piece's first token."""
     length: Tensor
     """`[r n]`, on the CPU: tokens in each piece."""
-    begins: Tensor
-    """`[r n]`, on the CPU: the piece begins a document."""
-    ends_chunk: Tensor
-    """`[r n]`, on the CPU: the next token of the row begins a chunk."""
+    begins: list[Flags]
+    """Of each piece: rows in which it begins a document."""
+    ends_chunk: list[Flags]
+    """Of each piece: rows whose next token begins a chunk."""
     tail: Tensor
     """`[r c-1]`: the last pairs, counted in window + tokens; -1 before the document."""
     end: Tensor
@@ -157,8 +179,8 @@ def cut_into_pieces(
         present=None if mask is None else mask,
         start=where[..., 0],
         length=length,
-        begins=starts,
-        ends_chunk=(length > 0) & (next_place % chunk == 0),
+        begins=Flags.by_piece(starts, device),
+        ends_chunk=Flags.by_piece((length > 0) & (next_place % chunk == 0), device),
         tail=tail.to(device),
         end=end.to(device),
         alike=alike,

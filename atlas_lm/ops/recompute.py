@@ -54,7 +54,10 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         saved = iter(ctx.saved_tensors)
-        leaves = [next(saved) if is_tensor else x for is_tensor, x in zip(ctx.tensors, ctx.others, strict=True)]
+        leaves = [
+            next(saved) if is_tensor else x
+            for is_tensor, x in zip(ctx.tensors, ctx.others, strict=True)
+        ]
         needed = ctx.needs_input_grad[1:]
         leaves = [
             x.detach().requires_grad_(need) if isinstance(x, Tensor) else x
@@ -62,7 +65,9 @@ class _Recompute(torch.autograd.Function):
         ]
         with torch.enable_grad():
             made = ctx.call(leaves)
-        pairs = [(y, g) for y, g in zip(made, grads, strict=True) if g is not None and y.requires_grad]
+        pairs = [
+            (y, g) for y, g in zip(made, grads, strict=True) if g is not None and y.requires_grad
+        ]
         wanted = [x for x, need in zip(leaves, needed, strict=True) if need]
         found = iter([None] * len(wanted))
         if pairs:

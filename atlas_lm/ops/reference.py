@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from atlas_lm.ops.features import features_of
-from atlas_lm.ops.networks import Frozen, Lin, Recorded, add_residual, network_of, normalized
+from atlas_lm.ops.gradients import Recorded
+from atlas_lm.ops.networks import Frozen, Lin, add_residual, network_of, normalized
 from atlas_lm.ops.newton_schulz import newton_schulz
 from atlas_lm.ops.objectives import objective_of
 from atlas_lm.ops.segments import Outer
-from atlas_lm.ops.state import Gates, MemoryState
+from atlas_lm.ops.state import Gates, MemoryState, extended, part_of
 from atlas_lm.shapes import Keys, TokenFlag, Values, Weights
 
 
@@ -44,37 +45,22 @@ def memorize_reference(
     """Every row by itself, every token in turn."""
     outputs, states = [], []
     for row in range(q.shape[0]):
-        memory = _Row(state[row], outer)
-        y = []
+        memory, y = _Row(state[row], outer), []
         for t in range(q.shape[1]):
             if mask is not None and not mask[row, t]:
                 y.append(torch.zeros_like(v[row, t]))
                 continue
             if reset is not None and reset[row, t]:
                 memory.begin_document()
-            token = _Token(q[row, t], k[row, t], v[row, t], *(g if g is None else g[row, t] for g in gates))
-            memory.write(token)
-            y.append(memory.read(token.q))
-        outputs.append(torch.stack(y) if y else v[row])
+            memory.write(k[row, t], v[row, t], gates.map(lambda g, at=(row, t): g[at]))
+            y.append(memory.read(q[row, t]))
+        outputs.append(torch.stack(y))
         states.append(memory.state())
     return torch.stack(outputs), MemoryState.stack(states)
 
 
-class _Token(NamedTuple):
-    """One token of one row: vectors `[h d]`, gates `[h]`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    alpha: Tensor
-    eta: Tensor
-    theta: Tensor | None
-    gamma: Tensor
-    threshold: Tensor | None
-
-
 class _Snapshot(NamedTuple):
-    """Everything a read depends on: weights `[1 h out in]`, coefficients of past keys `[1 h n f]`."""
+    """What a read depends on: weights `[1 h out in]`, coefficients of past keys `[1 h n f]`."""
 
     weights: Weights
     coefficients: Weights
@@ -86,17 +72,27 @@ class _Snapshot(NamedTuple):
 class _Maps(Frozen):
     """A snapshot as the linear maps of a network; the keys are those of its coefficients."""
 
-    def __init__(self, snapshot: _Snapshot, slow: Weights, keys: Tensor):
+    def __init__(self, snapshot: _Snapshot, slow: Weights, keys: Tensor | None):
         super().__init__(snapshot.weights, slow)
         self.coefficients, self.keys = snapshot.coefficients, keys
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         if name not in self.coefficients:
             return super().__call__(name, x)
+        assert self.keys is not None
         u = self.coefficients[name]
         learned = (x[..., 1:] @ self.keys[:, :, : u.shape[2]].mT).exp() @ u
-        finite = self.weights[name]
-        return learned if u.shape[3] > finite.shape[2] else super().__call__(name, x) + learned
+        # a normalised memory stores one column more than F has, and its F is zero
+        normalize = u.shape[3] > self.weights[name].shape[2]
+        return learned if normalize else super().__call__(name, x) + learned
+
+
+class _Pair(NamedTuple):
+    """What was to be remembered at one token, `[h d]` and `[h]`."""
+
+    k: Tensor
+    v: Tensor
+    threshold: Tensor | None
 
 
 class _Row:
@@ -112,51 +108,35 @@ class _Row:
     def begin_document(self) -> None:
         self._take(self.blank)
 
-    def _take(self, state: MemoryState) -> None:
-        self.position, c = int(state.position), self.rule.window
-        known = min(self.position, c - 1)
-        stored = zip(*(x[0] for x in (state.keys, state.values, state.thresholds) if x is not None), strict=True)
-        self.pairs = list(stored)[c - 1 - known :]
-        past = {n: p[:, : self.position].transpose(1, 2) for n, p in state.past.items()}
-        self.keys = past.pop("keys", None)
-        self.now = _Snapshot(dict(state.weights), _part(past, "now."))
-        self.anchor = _Snapshot(dict(state.anchor), _part(past, "anchor."))
-        self.momentum = dict(state.momentum)
-
-    def write(self, token: _Token) -> None:
-        rule, alpha, eta = self.rule, token.alpha[:, None, None], token.eta[:, None, None]
+    def write(self, k: Tensor, v: Tensor, gates: Gates) -> None:
+        rule, alpha, eta = self.rule, gates.retention[:, None, None], gates.rate[:, None, None]
         if self.position % rule.chunk == 0:
             self.anchor = self.now
-        pair = (token.k, token.v, token.threshold) if rule.objective == "huber" else (token.k, token.v)
-        self.pairs = [*self.pairs, pair][-rule.window :]
+        self.pairs = [*self.pairs, _Pair(k, v, gates.threshold)][-rule.window :]
         anchor = self.anchor.scaled(alpha) if rule.decay_first else self.anchor
-        gradient = self._gradient(anchor, token.gamma)
-        old, self.now = self.now, self.now.scaled(alpha)
-        if self.keys is not None:
-            self._append_key(token.k)
+        gradient = self._gradient(anchor, gates.importance)
+        self.now = self.now.scaled(alpha)
+        weights, coefficients = self.now
         for name, grad in gradient.items():
-            if name in old.coefficients:
-                u = functional.pad(self.now.coefficients[name], (0, 0, 0, 1))
-                step = functional.pad(eta * grad, (0, 0, u.shape[2] - grad.shape[2], 0))
-                self.now.coefficients[name] = u - step
+            if name in coefficients:
+                coefficients[name] = _added(coefficients[name], -eta * grad)
             elif rule.optimizer == "gd":
-                self.now.weights[name] = self.now.weights[name] - eta * grad
+                weights[name] = weights[name] - eta * grad
             else:
-                self.now.weights[name] = self.now.weights[name] + self._step(name, grad, token)
+                weights[name] = weights[name] + self._step(name, grad, eta, gates.momentum)
+        if self.keys is not None:
+            self.keys = torch.cat([self.keys, k[None, :, None]], 2)
         self.position += 1
 
-    def _step(self, name: str, grad: Tensor, token: _Token) -> Tensor | int:
-        """Move the momentum; what it adds to the weights."""
-        rule, eta = self.rule, token.eta[:, None, None]
-        assert token.theta is not None
-        inside = eta if rule.optimizer == "momentum" or rule.eta_inside else 1
-        s = self.momentum[name] = token.theta[:, None, None] * self.momentum[name] - inside * grad
-        if rule.optimizer == "momentum":
-            return s
-        if (self.position + 1) % rule.stride:
-            return 0
-        step = newton_schulz(s, rule.ns_steps, rule.ns_coefficients)
-        return step if rule.eta_inside else eta * step
+    def read(self, q: Tensor) -> Tensor:
+        """M at the weights of now; `[h v]`."""
+        x = q[None, :, None]
+        if not self.rule.normalize:
+            return self._predict(_Maps(self.now, self.slow, self.keys), x)[0, :, 0]
+        assert self.keys is not None
+        scores = x @ self.keys.mT
+        y = (scores - scores.amax(-1, keepdim=True)).exp() @ self.now.coefficients["w"]
+        return normalized(y)[0, :, 0]
 
     def _gradient(self, anchor: _Snapshot, gamma: Tensor) -> Weights:
         """Of the window's loss: by the weights, or by the output of a layer that reads phi*."""
@@ -164,57 +144,80 @@ class _Row:
         with torch.enable_grad():
             weights = {n: _tracked(w, keep_graph) for n, w in anchor.weights.items()}
             lin = Recorded(_Maps(anchor._replace(weights=weights), self.slow, self.keys))
-            k, v, *rest = (torch.stack(x, 1)[None] for x in zip(*self.pairs, strict=True))
-            losses = self.objective(self._predict(lin, k), self._target(v), rest[0] if rest else None)
+            k, v = self._recent("k"), self._recent("v")
+            threshold = self._recent("threshold") if self.rule.objective == "huber" else None
+            if self.rule.normalize:
+                v = functional.pad(v, (0, 1), value=1.0)
+            losses = self.objective(self._predict(lin, k), v, threshold)
             loss = (gamma[:, : len(self.pairs)].flip(-1) * losses).sum()
-            wanted = {n: lin.outputs[n] if n in anchor.coefficients else w for n, w in weights.items()}
+            by = {n: lin.outputs[n] if n in anchor.coefficients else w for n, w in weights.items()}
             grads = torch.autograd.grad(
-                loss, list(wanted.values()), create_graph=keep_graph, materialize_grads=True
+                loss, list(by.values()), create_graph=keep_graph, materialize_grads=True
             )
-        return dict(zip(wanted, grads, strict=True))
+        return dict(zip(by, grads, strict=True))
+
+    def _recent(self, part: str) -> Tensor:
+        """Keys, values or thresholds of the window, `[1 h n ...]`."""
+        return torch.stack([getattr(pair, part) for pair in self.pairs], 1)[None]
 
     def _predict(self, lin: Lin, x: Tensor) -> Tensor:
         return self.network(lin, add_residual(x, self.slow, torch.matmul), self.phi(x))
 
-    def _target(self, v: Tensor) -> Tensor:
-        """A normalised memory also stores a 1 with every value, and divides by what it reads of it."""
-        return functional.pad(v, (0, 1), value=1.0) if self.rule.normalize else v
+    def _step(self, name: str, grad: Tensor, eta: Tensor, theta: Tensor | None) -> Tensor:
+        """Move the momentum; what it adds to the weights."""
+        rule = self.rule
+        assert theta is not None
+        inside = eta if rule.optimizer == "momentum" or rule.eta_inside else 1
+        s = self.momentum[name] = theta[:, None, None] * self.momentum[name] - inside * grad
+        if rule.optimizer == "momentum":
+            return s
+        if (self.position + 1) % rule.stride:
+            return torch.zeros_like(s)
+        step = newton_schulz(s, rule.ns_steps, rule.ns_coefficients)
+        return step if rule.eta_inside else eta * step
 
-    def read(self, q: Tensor) -> Tensor:
-        """M at the weights of now; `[h v]`."""
-        q = q[None, :, None]
-        if not self.rule.normalize:
-            return self._predict(_Maps(self.now, self.slow, self.keys), q)[0, :, 0]
-        assert self.keys is not None
-        scores = q @ self.keys.mT
-        y = (scores - scores.amax(-1, keepdim=True)).exp() @ self.now.coefficients["w"]
-        return normalized(y)[0, :, 0]
-
-    def _append_key(self, k: Tensor) -> None:
-        assert self.keys is not None
-        self.keys = torch.cat([self.keys, k[None, :, None]], 2)
+    def _take(self, state: MemoryState) -> None:
+        self.position = int(state.position)
+        known = min(self.position, self.rule.window - 1)
+        thresholds = state.thresholds
+        self.pairs = [
+            _Pair(
+                state.keys[0, i],
+                state.values[0, i],
+                None if thresholds is None else thresholds[0, i],
+            )
+            for i in range(self.rule.window - 1 - known, self.rule.window - 1)
+        ]
+        past = {n: p[:, : self.position].transpose(1, 2) for n, p in state.past.items()}
+        self.keys = past.get("keys")
+        self.now = _Snapshot(dict(state.weights), part_of(past, "now."))
+        self.anchor = _Snapshot(dict(state.anchor), part_of(past, "anchor."))
+        self.momentum = dict(state.momentum)
 
     def state(self) -> MemoryState:
-        c, closed = self.rule.window, self.position % self.rule.chunk == 0
-        anchor = self.now if closed else self.anchor
-        recent = [torch.stack(x)[None] for x in zip(*self.pairs[max(0, len(self.pairs) - c + 1) :], strict=True)]
-        blank = [x for x in (self.blank.keys, self.blank.values, self.blank.thresholds) if x is not None]
-        if recent:
-            blank = [torch.cat([z[:, r.shape[1] :], r], 1) for z, r in zip(blank, recent, strict=True)]
+        blank, count = self.blank, min(len(self.pairs), self.rule.window - 1)
+        anchor = self.now if self.position % self.rule.chunk == 0 else self.anchor
         past = {}
         if self.keys is not None:
-            past = {"keys": self.keys, **_named("now.", self.now.coefficients)}
-            full = {n: functional.pad(u, (0, 0, 0, self.keys.shape[2] - u.shape[2])) for n, u in anchor.coefficients.items()}
-            past |= _named("anchor.", full)
+            length = self.keys.shape[2]
+            past = {"keys": self.keys}
+            past |= {f"now.{n}": u for n, u in self.now.coefficients.items()}
+            past |= {f"anchor.{n}": extended(u, length) for n, u in anchor.coefficients.items()}
+        recent = self.pairs[len(self.pairs) - count :]
+        thresholds = blank.thresholds
+        if thresholds is not None:
+            thresholds = _filled(
+                thresholds, [p.threshold for p in recent if p.threshold is not None]
+            )
         return replace(
-            self.blank,
+            blank,
             weights=self.now.weights,
             anchor=anchor.weights,
             momentum=self.momentum,
-            keys=blank[0],
-            values=blank[1],
-            thresholds=blank[2] if len(blank) > 2 else None,
-            position=torch.full_like(self.blank.position, self.position),
+            keys=_filled(blank.keys, [p.k for p in recent]),
+            values=_filled(blank.values, [p.v for p in recent]),
+            thresholds=thresholds,
+            position=torch.full_like(blank.position, self.position),
             past={n: p.transpose(1, 2) for n, p in past.items()},
         )
 
@@ -226,9 +229,12 @@ def _tracked(weight: Tensor, keep_graph: bool) -> Tensor:
     return weight.detach().requires_grad_()
 
 
-def _part(tensors: Weights, prefix: str) -> Weights:
-    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
+def _added(u: Tensor, step: Tensor) -> Tensor:
+    """Coefficients with one more key, and a step on the last of them."""
+    before = u.shape[2] + 1 - step.shape[2]
+    return extended(u, u.shape[2] + 1) + functional.pad(step, (0, 0, before, 0))
 
 
-def _named(prefix: str, tensors: Weights) -> Weights:
-    return {prefix + n: x for n, x in tensors.items()}
+def _filled(blank: Tensor, recent: list[Tensor]) -> Tensor:
+    """The window `[1 c-1 ...]` with these entries last."""
+    return torch.cat([blank[:, len(recent) :], *(x[None, None] for x in recent)], 1)

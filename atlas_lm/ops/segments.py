@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.networks import Frozen, network_of, rank_one_factors
-from atlas_lm.ops.objectives import objective_of
-from atlas_lm.ops.pieces import Pieces
+from atlas_lm.ops.gradients import pair_gradients
+from atlas_lm.ops.networks import Frozen
+from atlas_lm.ops.pieces import Flags, Pieces
 from atlas_lm.ops.recompute import recompute
 from atlas_lm.ops.state import Gates, MemoryState
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Keys, Product, Values, Weights
+
+CACHED, KEPT = 2**19, 2**20
+"""Elements of the widest activation in a group, and in the groups that keep their graph."""
 
 
 class Inputs(NamedTuple):
@@ -38,8 +41,15 @@ class Inputs(NamedTuple):
     filled: Tensor | None
     """`[n b 1 l]`: 0 in slots without a token."""
 
-    def piece(self, i: int) -> Inputs:
-        return Inputs(*(x if x is None else x[i] for x in self))
+    def pieces(self) -> list[Inputs]:
+        """One by one: the backward of `unbind` is one stack, that of indexing n fills of zeros."""
+        count = self.q.shape[0]
+        return [Inputs(*x) for x in zip(*(unbound(x, count) for x in self), strict=True)]
+
+
+def unbound(x: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
+    """The pieces of x, or as many Nones."""
+    return (None,) * count if x is None else x.unbind(0)
 
 
 class Outer(NamedTuple):
@@ -50,20 +60,23 @@ class Outer(NamedTuple):
     coefficients: Tensor | None
 
 
-def prepare(pieces: Pieces, state: MemoryState, q: Keys, k: Keys, v: Values, gates: Gates) -> Inputs:
-    """Cut everything into pieces, with gates that leave the memory alone where there is no token."""
+def prepare(
+    pieces: Pieces, state: MemoryState, q: Keys, k: Keys, v: Values, gates: Gates
+) -> Inputs:
+    """Cut everything into pieces, with gates that change nothing where there is no token."""
     alpha, eta, theta, gamma, threshold = gates
     reach = torch.arange(gamma.shape[-1], device=q.device) <= pieces.position[..., None]
     filled = pieces.filled
     if filled is not None:
         reach = reach & filled[..., None]
 
+    if threshold is not None and state.thresholds is not None:
+        threshold = pieces.split_pairs(state.thresholds, threshold)
+
     def by_piece(flags: Tensor) -> Tensor:
         return flags.transpose(0, 1).unsqueeze(2)
 
-    def neutral(gate: Tensor | None, value: float) -> Tensor | None:
-        if gate is None:
-            return None
+    def neutral(gate: Tensor, value: float) -> Tensor:
         split = pieces.split(gate)
         return split if filled is None else torch.where(by_piece(filled), split, value)
 
@@ -71,12 +84,14 @@ def prepare(pieces: Pieces, state: MemoryState, q: Keys, k: Keys, v: Values, gat
         q=pieces.split(q),
         k=pieces.split_pairs(state.keys, k),
         v=pieces.split_pairs(state.values, v),
-        threshold=None if threshold is None else pieces.split_pairs(state.thresholds, threshold),
+        threshold=threshold,
         alpha=neutral(alpha, 1.0),
         eta=neutral(eta, 0.0),
-        theta=neutral(theta, 1.0),
+        theta=None if theta is None else neutral(theta, 1.0),
         gamma=pieces.split(gamma) * by_piece(reach),
-        filled=None if filled is None else by_piece(filled).expand(-1, q.shape[0], -1, -1).to(q.dtype),
+        filled=None
+        if filled is None
+        else by_piece(filled).expand(-1, q.shape[0], -1, -1).to(q.dtype),
     )
 
 
@@ -96,24 +111,19 @@ class Form:
     pieces: Pieces
     product: Product
 
-    @staticmethod
-    def group_size(pieces: int) -> int:
-        return group_size(pieces)
-
     def begin(self, piece: int, carry: Carry, outer: Outer) -> Carry:
         """Forget in the rows whose document begins with this piece."""
-        flags = self.pieces.begins[:, piece]
-        zeros = {n: torch.zeros_like(s) for n, s in carry.momentum.items()}
+        flags = self.pieces.begins[piece]
         return Carry(
             begin_rows(flags, outer.initial, carry.weights),
             begin_rows(flags, outer.initial, carry.anchor),
-            begin_rows(flags, zeros, carry.momentum),
+            begin_rows(flags, None, carry.momentum),
         )
 
     def end(self, piece: int, weights: Weights, momentum: Weights, carry: Carry) -> Carry:
         """Where the chunk is over, the weights of now are the next anchor."""
-        flags = self.pieces.ends_chunk[:, piece]
-        anchor = {n: select_rows(flags, w, carry.anchor[n]) for n, w in weights.items()}
+        flags = self.pieces.ends_chunk[piece]
+        anchor = {n: flags.select(w, carry.anchor[n]) for n, w in weights.items()}
         return Carry(weights, anchor, momentum)
 
     def factors(self, inputs: Inputs, carry: Carry, outer: Outer, x: Tensor, f: Tensor):
@@ -121,54 +131,64 @@ class Form:
         anchor = carry.anchor
         if self.rule.decay_first:
             anchor = {n: inputs.alpha[..., None] * w for n, w in anchor.items()}
-        network, objective = network_of(self.rule), objective_of(self.rule)
         lin = Frozen(anchor, outer.slow, self.product)
-        return rank_one_factors(network, objective, lin, x, f, inputs.v, inputs.threshold)
+        return pair_gradients(self.rule, lin, x, f, inputs.v, inputs.threshold)
 
-    def weighted_sum(self, share: Tensor, u: Tensor, x: Tensor) -> Tensor:
-        """sum_i share_i u_i x_i^T, for shares `[b h i]`"""
-        return self.product((share.unsqueeze(-1) * u).mT, x)
+    def weighted_sums(self, shares: list[Tensor], u: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """sum_i share_i u_i x_i^T for every share `[b h i 1]`, in one product."""
+        if x.shape[-1] <= u.shape[-1]:
+            scaled = torch.cat([s * x for s in shares], -1)
+            return self.product(u.mT, scaled).split(x.shape[-1], -1)
+        scaled = torch.cat([s * u for s in shares], -1)
+        return self.product(scaled.mT, x).split(u.shape[-1], -2)
 
 
-Step = Callable[[int, Inputs, Any, Outer], tuple[Tensor, Any]]
-"""(number of the first piece, a group of pieces, carried state, outer) -> outputs, carried state."""
+Step = Callable[[int, Inputs, Any, Any], tuple[Tensor, Any]]
+"""(number of the first piece, a group of pieces, carried state, outer) -> outputs, state."""
 
 
-def run(step: Step, inputs: Inputs, carry: Any, outer: Outer, size: int, closed: bool):
-    """All pieces in groups of `size`. A step that is not closed hides tensors: keep its graph."""
+def run(step: Step, inputs: Inputs, carry: Any, outer: Any, plan: Groups, closed: bool):
+    """All pieces, group by group. A step that is not closed hides tensors: keep its graph."""
     outputs = []
-    count = -(-inputs.q.shape[0] // size)
-    parts = [[None] * count if x is None else x.split(size) for x in inputs]
+    count = -(-inputs.q.shape[0] // plan.size)
+    parts = [[None] * count if x is None else x.split(plan.size) for x in inputs]
     for i, group in enumerate(zip(*parts, strict=True)):
-        here = partial(step, i * size)
-        call = partial(recompute, here) if closed else here
+        here = partial(step, i * plan.size)
+        call = partial(recompute, here) if closed and i < count - plan.kept else here
         y, carry = call(Inputs(*group), carry, outer)
         outputs.append(y)
     return torch.cat(outputs), carry
 
 
-def group_size(pieces: int) -> int:
-    """Pieces a group: as many states are kept between groups as inside one."""
-    return max(1, isqrt(pieces))
+class Groups(NamedTuple):
+    size: int
+    """Pieces a group."""
+    kept: int
+    """Groups at the end that keep their graph: the backward begins there, one is always alive."""
 
 
-def begin_rows(flags: Tensor, fresh: Weights, current: Weights) -> Weights:
-    """Initial weights in the rows (or all, `[r]`) that begin a document."""
-    if not bool(flags.any()):
+def plan_groups(inputs: Inputs, weights: Weights) -> Groups:
+    """Groups small enough for a cache, and few enough that their states do not add up."""
+    widest = max(max(w.shape[-2:]) for w in weights.values())
+    elements = inputs.k[0, ..., 0].numel() * widest
+    size = max(1, isqrt(inputs.k.shape[0]) // 2, CACHED // elements)
+    return Groups(size, max(1, KEPT // (elements * size)))
+
+
+def begin_rows(flags: Flags, fresh: Weights | None, current: Weights) -> Weights:
+    """Initial weights, or zeros, in the rows that begin a document."""
+    if flags.none:
         return current
-    return {n: select_rows(flags, fresh[n].expand_as(x), x) for n, x in current.items()}
+    new = {
+        n: torch.zeros_like(x) if fresh is None else fresh[n].expand_as(x)
+        for n, x in current.items()
+    }
+    return {n: flags.select(new[n], x) for n, x in current.items()}
 
 
-def select_rows(flags: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
-    """`chosen` in the flagged rows; flags are on the CPU, so all or none costs nothing."""
-    if bool(flags.all()):
-        return chosen
-    if not bool(flags.any()):
-        return other
-    return torch.where(flags.to(other.device).view(-1, *[1] * (other.ndim - 1)), chosen, other)
-
-
-def finish(pieces: Pieces, state: MemoryState, k: Keys, v: Values, gates: Gates, **changes) -> MemoryState:
+def finish(
+    pieces: Pieces, state: MemoryState, k: Keys, v: Values, gates: Gates, **changes
+) -> MemoryState:
     """The state after the last token: a new window and position, and what the form changed."""
     thresholds = state.thresholds
     if thresholds is not None and gates.threshold is not None:

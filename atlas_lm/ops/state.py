@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch.nn import functional
 
 from atlas_lm.ops.networks import SLOW
 from atlas_lm.rules import Rule
@@ -36,6 +37,10 @@ class Gates(NamedTuple):
     """gamma: `[..., j]` weighs the pair j tokens back."""
     threshold: Gate | None = None
     """Huber's delta, per pair."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Gates:
+        """The gates with a function applied to each there is."""
+        return Gates(*(g if g is None else function(g) for g in self))  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +69,7 @@ class MemoryState:
 
     @classmethod
     def begin(cls, rule: Rule, weights: dict[str, Tensor], batch: int, past, *, keys, values):
-        """An unread memory. `past` maps names to widths; `keys`, `values` are `[b t h .]` models."""
+        """An unread memory. `past`: names and widths; `keys`, `values` show sizes, `[b t h .]`."""
         heads, c = keys.shape[2], rule.window
         fast = {n: w.expand(batch, *w.shape) for n, w in weights.items() if n not in SLOW}
         momentum = {n: torch.zeros_like(w) for n, w in fast.items()} if rule.uses_momentum else {}
@@ -242,12 +247,25 @@ class MemoryState:
         consistent = (
             fast
             and {n: shapes.get(f"anchor.{n}") for n in self.anchor} == fast
-            and (not self.rule.uses_momentum or {n: tuple(m.shape) for n, m in self.momentum.items()} == fast)
+            and (
+                not self.rule.uses_momentum
+                or {n: tuple(m.shape) for n, m in self.momentum.items()} == fast
+            )
             and self.keys.shape[1] == self.rule.window - 1
             and all(t.shape[0] == self.batch for t in self.tensors().values())
         )
         if not consistent:
             raise ValueError(f"{path}: the tensors of the memory do not fit together: {shapes}")
+
+
+def extended(coefficients: Tensor, length: int) -> Tensor:
+    """Coefficients of past keys `[b h s f]`, with zeros for the keys up to `length`."""
+    return functional.pad(coefficients, (0, 0, 0, length - coefficients.shape[2]))
+
+
+def part_of(past: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The coefficients "now." or at the "anchor.", by the name of their weights."""
+    return {n.removeprefix(prefix): x for n, x in past.items() if n.startswith(prefix)}
 
 
 def _join(rule: Rule, tensors: dict[str, Tensor]) -> MemoryState:
@@ -283,7 +301,7 @@ def _fingerprint(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
         digest.update(f"{key}={metadata[key]}\n".encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -37,7 +37,10 @@ def strides_of(
     """For rows whose piece starts at these positions and has these lengths."""
     rows = list(zip(starts, lengths, strict=True))
     points = [[s for s in range(n) if (p + s + 1) % stride == 0] for p, n in rows]
-    group = [[sum(s <= slot for s in row) for slot in range(n)] for row, (_, n) in zip(points, rows, strict=True)]
+    group = [
+        [sum(s <= slot for s in row) for slot in range(n)]
+        for row, (_, n) in zip(points, rows, strict=True)
+    ]
     steps = max(map(len, points))
     skips = steps > 0 and all(g > 0 for row in group for g in row)
     rank = [[row[:i].count(g) for i, g in enumerate(row)] for row in group]

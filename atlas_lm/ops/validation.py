@@ -18,7 +18,7 @@ _value_checks: bool | None = None
 
 
 def check_values(enabled: bool | None) -> None:
-    """Look at values too (NaN, gates out of range), or not; None: only where that makes no GPU wait.
+    """Look at values too (NaN, gates out of range) or not; None: only where no GPU must wait.
 
     The environment variable ATLAS_LM_CHECK_VALUES (0 or 1) sets the same for a whole process.
     """
@@ -29,13 +29,17 @@ def check_values(enabled: bool | None) -> None:
 def check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset, impl) -> None:
     """Raise ValueError or TypeError for anything the operation cannot take."""
     if not isinstance(rule, Rule):
-        raise TypeError(f"rule: expected a Rule, for example RULES['atlas'], got {type(rule).__name__}")
+        raise TypeError(
+            f"rule: expected a Rule, for example RULES['atlas'], got {type(rule).__name__}"
+        )
     _check_impl(impl, rule)
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point tensor, got {_kind(x)}")
         if x.ndim != 4:
-            raise ValueError(f"{name}: expected [batch, time, heads, width], got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: expected [batch, time, heads, width], got shape {tuple(x.shape)}"
+            )
     _expect_shape("k", k, tuple(q.shape), "like q")
     _expect_shape("v", v, (*q.shape[:3], v.shape[3]), "like q but for the width")
     for name, x in {"k": k, "v": v}.items():
@@ -66,23 +70,35 @@ def _check_impl(impl: str, rule: Rule) -> None:
             "use impl='chunked' (or 'auto')"
         )
     if impl == "triton":
-        raise ValueError("impl='triton': this version has no kernels yet; use impl='chunked' (or 'auto')")
+        raise ValueError(
+            "impl='triton': this version has no kernels yet; use impl='chunked' (or 'auto')"
+        )
 
 
 def _check_gates(gates: Gates, rule: Rule, q: Tensor) -> None:
     if not isinstance(gates, Gates):
         raise TypeError(f"gates: expected atlas_lm.Gates, got {type(gates).__name__}")
     if rule.uses_momentum and gates.momentum is None:
-        raise ValueError(f"gates.momentum: None, but optimizer={rule.optimizer!r} needs one per token and head")
+        raise ValueError(
+            f"gates.momentum: None, but optimizer={rule.optimizer!r} needs one per token and head"
+        )
     if gates.threshold is not None and rule.objective != "huber":
-        raise ValueError(f"gates.threshold: belongs to objective='huber', the rule has {rule.objective!r}")
+        raise ValueError(
+            f"gates.threshold: belongs to objective='huber', the rule has {rule.objective!r}"
+        )
     for name, gate in gates._asdict().items():
         if gate is None and name in ("momentum", "threshold"):
             continue
         where = f"gates.{name}"
         _expect_dtype(where, gate, q)
+        assert gate is not None
         shape = (*q.shape[:3], rule.window) if name == "importance" else tuple(q.shape[:3])
-        _expect_shape(where, gate, shape, "[batch, time, heads, window]" if len(shape) == 4 else "[batch, time, heads]")
+        _expect_shape(
+            where,
+            gate,
+            shape,
+            "[batch, time, heads, window]" if len(shape) == 4 else "[batch, time, heads]",
+        )
         _expect_device(where, gate, q)
 
 
@@ -94,11 +110,15 @@ def _check_weights(weights: Weights, rule: Rule, q: Tensor, v: Tensor) -> None:
         _expect_dtype(f"weights[{name!r}]", w, q)
         _expect_device(f"weights[{name!r}]", w, q)
         if w.ndim != (2 if name == "gain" else 3) or w.shape[0] != heads:
-            raise ValueError(f"weights[{name!r}]: shape {tuple(w.shape)}, expected {heads} heads first")
+            raise ValueError(
+                f"weights[{name!r}]: shape {tuple(w.shape)}, expected {heads} heads first"
+            )
     if all(name in SLOW for name in weights):
-        raise ValueError(f"weights: only {', '.join(weights)}; the fast weights of the network are missing")
+        raise ValueError(
+            f"weights: only {', '.join(weights)}; the fast weights of the network are missing"
+        )
     parts = anatomy_of(rule, weights, d_k, d_v)
-    expected = {n: (heads, *shape) for n, shape in parts.shapes.items()}
+    expected: dict[str, tuple[int, ...]] = {n: (heads, *shape) for n, shape in parts.shapes.items()}
     if rule.norm:
         expected["gain"] = (heads, d_v)
     if parts.uses_residual and d_k != d_v:
@@ -115,7 +135,9 @@ def _check_coefficients(coefficients: Tensor | None, rule: Rule, q: Tensor) -> N
     if coefficients is None:
         return
     if rule.features != "polynomial":
-        raise ValueError(f"coefficients: belong to features='polynomial', the rule has {rule.features!r}")
+        raise ValueError(
+            f"coefficients: belong to features='polynomial', the rule has {rule.features!r}"
+        )
     _expect_dtype("coefficients", coefficients, q)
     _expect_device("coefficients", coefficients, q)
     valid = ((rule.degree + 1,), (q.shape[2], rule.degree + 1))
@@ -165,9 +187,17 @@ def _expect_range(name, x, mask, above=-math.inf, least=-math.inf, most=math.inf
     if x.numel() == 0:
         return
     low, high = (float(e) for e in x.aminmax())
-    wrong = [e for e in (low, high) if not (math.isfinite(e) and e > above and e >= least and e <= most)]
+    wrong = [
+        e for e in (low, high) if not (math.isfinite(e) and e > above and e >= least and e <= most)
+    ]
     if wrong:
-        lower = f"above {above}" if above > -math.inf else f"{least} or more" if least > -math.inf else ""
+        lower = (
+            f"above {above}"
+            if above > -math.inf
+            else f"{least} or more"
+            if least > -math.inf
+            else ""
+        )
         upper = f"at most {most}" if most < math.inf else ""
         expected = " and ".join(part for part in ("finite", lower, upper) if part)
         raise ValueError(f"{name}: holds {wrong[0]:g}, expected every value {expected}")
