@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -51,6 +52,24 @@ class Example:
             mask=self.mask,
             reset=self.reset,
             impl=impl,  # pyright: ignore[reportArgumentType]
+        )
+
+    def results(self, impl: str = "chunked", state: MemoryState | None = None) -> dict[str, Tensor]:
+        """Outputs and final state of one call, by name."""
+        y, end = self.run(impl, state)
+        return {"y": y} | end.tensors()
+
+    def perturbed(self) -> Example:
+        """The example with every input moved by a rounding error."""
+        noise = torch.Generator().manual_seed(1)
+
+        def moved(x: Tensor) -> Tensor:
+            return x * (1 + 1e-15 * torch.randn(x.shape, generator=noise, dtype=x.dtype))
+
+        inputs = {n: moved(x) for n, x in self.inputs().items()}
+        limited = ("gates.retention", "gates.momentum")
+        return self.with_inputs(
+            {n: x.clamp(max=1) if n in limited else x for n, x in inputs.items()}
         )
 
     def over_tokens(self, function) -> Example:
@@ -150,26 +169,13 @@ def check_rule(
 
 def check_agreement(made: Example) -> None:
     """reference == chunked: outputs, final state, the gradient of every input."""
-    found = evaluate(made, "chunked")
-    expected = evaluate(made, "reference")
-    noise = torch.Generator().manual_seed(1)
-
-    def perturbed() -> dict[str, Tensor]:
-        scaled = {
-            n: x * (1 + 1e-15 * torch.randn(x.shape, generator=noise, dtype=x.dtype))
-            for n, x in made.inputs().items()
-        }
-        for gate in ("gates.retention", "gates.momentum"):
-            if gate in scaled:
-                scaled[gate] = scaled[gate].clamp(max=1)
-        return evaluate(made.with_inputs(scaled), "reference")
-
-    assert_close(found, expected, "chunked against reference", perturbed)
+    found, expected = evaluate(made, "chunked"), evaluate(made, "reference")
+    moved = partial(evaluate, made.perturbed(), "reference")
+    assert_close(found, expected, "chunked against reference", moved)
 
 
 def check_cuts(made: Example, cuts: Iterable[int], impl: str = "chunked") -> None:
     """One pass == the same tokens cut at these points, state carried; outputs and final state."""
-    y, state = made.run(impl)
     points = [0, *sorted({c for c in cuts if 0 < c < made.tokens}), made.tokens]
     outputs, carried = [], None
     for start, stop in pairwise(points):
@@ -177,7 +183,8 @@ def check_cuts(made: Example, cuts: Iterable[int], impl: str = "chunked") -> Non
         outputs.append(part)
     assert carried is not None
     found = {"y": torch.cat(outputs, 1)} | carried.tensors()
-    assert_close(found, {"y": y} | state.tensors(), f"cut at {points[1:-1]} against one pass")
+    what = f"cut at {points[1:-1]} against one pass"
+    assert_close(found, made.results(impl), what, partial(made.perturbed().results, impl))
 
 
 def check_causal(made: Example) -> None:
@@ -205,41 +212,39 @@ def check_rows_alone(made: Example) -> None:
     """Each row of a batch gives what it gives alone."""
     y, state = made.run()
     for row in range(y.shape[0]):
-        alone, own = made.rows(slice(row, row + 1)).run()
+        alone = made.rows(slice(row, row + 1))
         found = {"y": y[row : row + 1]} | state[row].tensors()
-        assert_close(
-            found, {"y": alone} | own.tensors(), f"row {row} of a batch against the row alone"
-        )
+        what = f"row {row} of a batch against the row alone"
+        assert_close(found, alone.results(), what, alone.perturbed().results)
 
 
 def check_padding(made: Example) -> None:
     """Left padding, right padding and packing give what each document alone gives."""
     total = made.tokens
     lengths = [max(1, total // 3), max(1, total - total // 3)]
-    documents = [
-        made.rows(slice(0, 1)).cut(0, lengths[0]),
-        made.rows(slice(1, 2)).cut(0, lengths[1]),
-    ]
-    alone = [document.run() for document in documents]
+    documents = [made.rows(slice(i, i + 1)).cut(0, length) for i, length in enumerate(lengths)]
     for side in ("left", "right"):
         batch, spans = _padded(documents, max(lengths) + 3, side)
         y, state = batch.run()
-        for row, ((expected, own), span) in enumerate(zip(alone, spans, strict=True)):
+        for row, (document, span) in enumerate(zip(documents, spans, strict=True)):
             found = {"y": y[row : row + 1, span]} | state[row].tensors()
-            assert_close(
-                _trimmed(found),
-                _trimmed({"y": expected} | own.tensors()),
-                f"{side}-padded row {row}",
-            )
-            outside = y[row].clone()
-            outside[span] = 0
-            assert not outside.any(), f"{side}-padded row {row}: output where there is no token"
+            _assert_alone(found, document, f"{side}-padded row {row}")
+            absent = y[row].index_fill(0, torch.arange(span.start, span.stop), 0)
+            assert not absent.any(), f"{side}-padded row {row}: output where there is no token"
     packed, spans = _packed(documents)
     y, state = packed.run()
-    for number, ((expected, _), span) in enumerate(zip(alone, spans, strict=True)):
-        assert_close({"y": y[:, span]}, {"y": expected}, f"packed document {number}")
-    last = alone[-1][1].tensors()
-    assert_close(_trimmed(state.tensors()), _trimmed(last), "state after packed documents")
+    for number, (document, span) in enumerate(zip(documents, spans, strict=True)):
+        own = state.tensors() if number == len(documents) - 1 else {}
+        _assert_alone({"y": y[:, span]} | own, document, f"packed document {number}")
+
+
+def _assert_alone(found: dict[str, Tensor], document: Example, what: str) -> None:
+    def results(alone: Example) -> dict[str, Tensor]:
+        return {n: x for n, x in alone.results().items() if n in found}
+
+    # rows of a batch share the length of the longest past
+    found = {n: x[:, : document.tokens] if n.startswith("past.") else x for n, x in found.items()}
+    assert_close(found, results(document), what, partial(results, document.perturbed()))
 
 
 def check_gradients(made: Example) -> None:
@@ -326,9 +331,3 @@ def _concatenated(examples: list[Example], dim: int) -> Example:
     """Examples of one rule and its weights, behind each other in batch or time."""
     parts = [iter([*(g for g in e.gates if g is not None), e.q, e.k, e.v]) for e in examples]
     return examples[0].over_tokens(lambda _: torch.cat([next(p) for p in parts], dim))
-
-
-def _trimmed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The past of one row without the zeros that other rows' lengths bring."""
-    length = int(tensors["position"]) if "position" in tensors else 0
-    return {n: t[:, :length] if n.startswith("past.") else t for n, t in tensors.items()}

@@ -65,17 +65,31 @@ def memorize(
     if q.shape[1] == 0:
         return v.to(out_dtype), state
     outer = Outer(weights, slow, coefficients)
-    if impl == "reference":
-        y, state = memorize_reference(q, k, v, gates, outer, state, mask, reset)
-        return y.to(out_dtype), state
-    parallel = memorize_chunked
-    if rule.features == "exponential":
-        parallel = memorize_exponential
-    elif is_delta_rule(rule):
-        parallel = memorize_delta
-    closed = not hides_parameters(rule, weights, slow, features_of(rule, coefficients), k, v)
-    y, state = parallel(q, k, v, gates, outer, state, mask, reset, product, closed)
+    hidden = hides_parameters(rule, weights, slow, features_of(rule, coefficients), k, v)
+    given = [
+        q,
+        k,
+        v,
+        *gates,
+        *weights.values(),
+        *slow.values(),
+        coefficients,
+        *state.tensors().values(),
+    ]
+    tracked = hidden or any(x.requires_grad for x in given if x is not None)
+    with torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
+        if impl == "reference":
+            y, state = memorize_reference(q, k, v, gates, outer, state, mask, reset)
+        else:
+            parallel = _parallel_form(rule)
+            y, state = parallel(q, k, v, gates, outer, state, mask, reset, product, not hidden)
     return y.to(out_dtype), state
+
+
+def _parallel_form(rule: Rule):
+    if rule.features == "exponential":
+        return memorize_exponential
+    return memorize_delta if is_delta_rule(rule) else memorize_chunked
 
 
 def _complete(gates: Gates, rule: Rule) -> Gates:

@@ -1,0 +1,14 @@
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan(monkeypatch):
+    """What an operation forgets to fill shows up as NaN instead of as a lucky zero."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(x: torch.Tensor) -> torch.Tensor:
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
