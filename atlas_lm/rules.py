@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from math import isfinite
 
 NETWORKS = ("linear", "mlp", "gated_mlp")
 FEATURES = ("identity", "polynomial", "exponential")
@@ -105,10 +106,12 @@ class Rule:
         for name in ("eta_inside", "decay_first", "norm", "normalize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"Rule: {name}={getattr(self, name)!r} must be True or False")
-        if not self.power >= 2:
-            raise ValueError(f"Rule: power={self.power!r} must be 2 or more (an lp loss)")
-        if not self.delta > 0:
-            raise ValueError(f"Rule: delta={self.delta!r} must be above 0 (huber's threshold)")
+        if not (_is_number(self.power) and self.power >= 2):
+            raise ValueError(f"Rule: power={self.power!r} must be a number, 2 or more (an lp loss)")
+        if not (_is_number(self.delta) and self.delta > 0):
+            raise ValueError(
+                f"Rule: delta={self.delta!r} must be a number above 0 (huber's threshold)"
+            )
 
     def _check_combinations(self) -> None:
         exponential = self.features == "exponential"
@@ -144,10 +147,16 @@ class Rule:
             )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
 def _plain(value: object) -> object:
-    if callable(value):
-        return f"function {value.__module__}.{getattr(value, '__qualname__', repr(value))}"
-    return value
+    if not callable(value):
+        return value
+    # an object that is called goes by its class: its repr has an address, another in every process
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"function {named.__module__}.{named.__qualname__}"
 
 
 RULES: dict[str, Rule] = {

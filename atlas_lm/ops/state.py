@@ -71,7 +71,8 @@ class MemoryState:
     def begin(cls, rule: Rule, weights: dict[str, Tensor], batch: int, past, *, keys, values):
         """An unread memory. `past`: names and widths; `keys`, `values` show sizes, `[b t h .]`."""
         heads, c = keys.shape[2], rule.window
-        fast = {n: w.expand(batch, *w.shape) for n, w in weights.items() if n not in SLOW}
+        # a copy: an optimiser that moves the weights in place must not move a memory that was read
+        fast = {n: w.expand(batch, *w.shape).clone() for n, w in weights.items() if n not in SLOW}
         momentum = {n: torch.zeros_like(w) for n, w in fast.items()} if rule.uses_momentum else {}
         return cls(
             rule=rule,
@@ -124,11 +125,7 @@ class MemoryState:
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> MemoryState:
         """Some rows, in this order; still a batch, of one row for an integer."""
-        if isinstance(rows, int):
-            if not -self.batch <= rows < self.batch:
-                raise IndexError(f"MemoryState: row {rows} of a batch of {self.batch}")
-            rows = [rows]
-        index = rows if isinstance(rows, slice) else torch.as_tensor(rows, device=self.keys.device)
+        index = rows if isinstance(rows, slice) else self._index(rows)
         return self.map(lambda t: t[index])
 
     def expand(self, n: int) -> MemoryState:
@@ -140,23 +137,29 @@ class MemoryState:
         """Rows of several states, at whatever positions, as one batch."""
         if not states:
             raise ValueError("MemoryState.stack: no states given")
+        first = states[0]
         for state in states[1:]:
-            state.require(states[0].rule, states[0].row_shapes(), "MemoryState.stack")
+            state.require(first.rule, first.row_shapes(), "MemoryState.stack")
+            if state.keys.dtype != first.keys.dtype:
+                raise TypeError(
+                    f"MemoryState.stack: {state.keys.dtype} beside {first.keys.dtype}; "
+                    "convert with state.to(dtype)"
+                )
         length = max((p.shape[1] for s in states for p in s.past.values()), default=0)
         parts = [s._padded(length).tensors() for s in states]
-        return _join(states[0].rule, {n: torch.cat([p[n] for p in parts]) for n in parts[0]})
+        return _join(first.rule, {n: torch.cat([p[n] for p in parts]) for n in parts[0]})
 
     def reset(self, rows: Tensor | Sequence[int], weights: dict[str, Tensor]) -> MemoryState:
         """The state with these rows (numbers, or one flag a row) as if nothing had been read."""
-        rows = torch.as_tensor(rows, device=self.keys.device)
-        flags = rows if rows.dtype == torch.bool else torch.zeros_like(self.position).bool()
-        if rows.dtype != torch.bool:
-            flags = flags.index_fill(0, rows.long(), True)
+        flags = self._index(rows)
+        if flags.dtype != torch.bool:
+            flags = torch.zeros_like(self.position).bool().index_fill(0, flags, True)
         widths = {n: p.shape[-1] for n, p in self.past.items()}
         fast = {n: w.to(self.keys) for n, w in weights.items() if n not in SLOW}
         new = MemoryState.begin(
             self.rule, fast, self.batch, widths, keys=self.keys, values=self.values
         )
+        new.require(self.rule, self.row_shapes(), "MemoryState.reset to these weights")
         length = max((p.shape[1] for p in self.past.values()), default=0)
         blank = new._padded(length).tensors()
 
@@ -212,14 +215,17 @@ class MemoryState:
         if rule is None:
             rule = _rule_from(written, path)
         expected = rule.describe()
-        wrong = [f for f in expected if expected[f] != written.get(f)]
-        if wrong or written.keys() != expected.keys():
+        wrong = [f for f in expected | written if expected.get(f) != written.get(f)]
+        if wrong:
             raise ValueError(
                 f"{path}: the memory is of another rule: "
                 f"file has {', '.join(f'{f}={written.get(f)!r}' for f in wrong)}; "
-                f"expected {', '.join(f'{f}={expected[f]!r}' for f in wrong)}"
+                f"expected {', '.join(f'{f}={expected.get(f)!r}' for f in wrong)}"
             )
-        state = _join(rule, tensors)
+        try:
+            state = _join(rule, tensors)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not the tensors of a memory: {sorted(tensors)}") from error
         state._check_whole(path)
         return state
 
@@ -232,6 +238,24 @@ class MemoryState:
             n: tuple(t.shape[2:] if n.startswith("past.") else t.shape[1:])
             for n, t in self.tensors().items()
         }
+
+    def _index(self, rows: int | Sequence[int] | Tensor) -> Tensor:
+        """Numbers of rows `[n]`, or one flag a row, where the state is."""
+        index = torch.atleast_1d(torch.as_tensor(rows))
+        if index.numel() == 0:
+            index = index.long()
+        if index.dtype == torch.bool:
+            valid = index.shape == self.position.shape
+        elif index.is_floating_point() or index.ndim > 1:
+            valid = False
+        else:  # a GPU would have to wait for its numbers
+            valid = index.is_cuda or all(-self.batch <= i < self.batch for i in index.tolist())
+        if not valid:
+            raise IndexError(
+                f"MemoryState: rows {rows} of a batch of {self.batch}; "
+                "expected their numbers, or one flag a row"
+            )
+        return index.to(self.keys.device)
 
     def _padded(self, length: int) -> MemoryState:
         """The past filled up with zeros to this length."""
@@ -251,8 +275,10 @@ class MemoryState:
                 not self.rule.uses_momentum
                 or {n: tuple(m.shape) for n, m in self.momentum.items()} == fast
             )
-            and self.keys.shape[1] == self.rule.window - 1
-            and all(t.shape[0] == self.batch for t in self.tensors().values())
+            and self.keys.shape[1:2] == (self.rule.window - 1,)
+            and self.position.dtype == torch.int64
+            and all(t.shape[:1] == self.position.shape for t in self.tensors().values())
+            and all((self.position <= p.shape[1]).all() for p in self.past.values())
         )
         if not consistent:
             raise ValueError(f"{path}: the tensors of the memory do not fit together: {shapes}")
@@ -300,7 +326,7 @@ def _fingerprint(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     for key in sorted(metadata.keys() - {"sha256"}):
         digest.update(f"{key}={metadata[key]}\n".encode())
     for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -331,5 +357,5 @@ def _rule_from(written: dict[str, object], path) -> Rule:
         )
     try:
         return Rule(**written)  # pyright: ignore[reportArgumentType]
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: written by another version of atlas-lm ({error})") from error

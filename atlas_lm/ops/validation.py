@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.networks import SLOW, anatomy_of, past_widths
+from atlas_lm.ops.networks import SLOW, Anatomy, anatomy, anatomy_of, past_widths
 from atlas_lm.ops.precision import state_dtype
 from atlas_lm.ops.state import Gates, MemoryState
 from atlas_lm.rules import Rule
@@ -45,6 +45,7 @@ def check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset
     for name, x in {"k": k, "v": v}.items():
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: {x.dtype}, but q is {q.dtype}; q, k and v share one dtype")
+        _expect_device(name, x, q)
     _check_gates(gates, rule, q)
     _check_weights(weights, rule, q, v)
     _check_coefficients(coefficients, rule, q)
@@ -117,7 +118,7 @@ def _check_weights(weights: Weights, rule: Rule, q: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"weights: only {', '.join(weights)}; the fast weights of the network are missing"
         )
-    parts = anatomy_of(rule, weights, d_k, d_v)
+    parts = _anatomy(weights, rule, q, v)
     expected: dict[str, tuple[int, ...]] = {n: (heads, *shape) for n, shape in parts.shapes.items()}
     if rule.norm:
         expected["gain"] = (heads, d_v)
@@ -129,6 +130,16 @@ def _check_weights(weights: Weights, rule: Rule, q: Tensor, v: Tensor) -> None:
             f"weights: given {given}, expected {expected} for this rule at heads={heads}, "
             f"d_k={d_k}, d_v={d_v}; init_memory makes them"
         )
+
+
+def _anatomy(weights: Weights, rule: Rule, q: Tensor, v: Tensor) -> Anatomy:
+    """What the network asks for; one of ours, at the widths that init_memory would give it."""
+    heads, d_k, d_v = q.shape[2], q.shape[3], v.shape[3]
+    if callable(rule.network):
+        return anatomy_of(rule, weights, d_k, d_v)
+    hidden = weights["w2"].shape[1] if "w2" in weights else 4 * d_k
+    widths = (("w", d_v), ("w1", d_v), ("*", hidden))
+    return anatomy(rule, heads, d_k, d_v, widths, q.device, q.dtype)
 
 
 def _check_coefficients(coefficients: Tensor | None, rule: Rule, q: Tensor) -> None:
@@ -160,7 +171,7 @@ def _check_state(state: MemoryState, weights: Weights, rule: Rule, q: Tensor, v:
             "convert it with state.to(dtype)"
         )
     fast = {n: w for n, w in weights.items() if n not in SLOW}
-    model = MemoryState.begin(rule, fast, 1, past_widths(rule, weights, q, v), keys=q, values=v)
+    model = MemoryState.begin(rule, fast, 0, past_widths(rule, weights, q, v), keys=q, values=v)
     state.require(rule, model.row_shapes(), "state")
 
 
@@ -200,7 +211,7 @@ def _expect_range(name, x, mask, above=-math.inf, least=-math.inf, most=math.inf
         )
         upper = f"at most {most}" if most < math.inf else ""
         expected = " and ".join(part for part in ("finite", lower, upper) if part)
-        raise ValueError(f"{name}: holds {wrong[0]:g}, expected every value {expected}")
+        raise ValueError(f"{name}: holds {wrong[0]}, expected every value {expected}")
 
 
 def _looks_at_values(device: torch.device) -> bool:
