@@ -56,7 +56,9 @@ def test_delta_net_is_the_delta_rule_of_fla(impl):
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 def test_gated_delta_net_is_the_gated_delta_rule_of_fla(impl):
     made = zero_weights(example(RULES["gated_delta_net"], 70, d_k=8, d_v=5))
-    made = replace(made, gates=made.gates._replace(importance=torch.ones_like(made.gates.importance)))
+    made = replace(
+        made, gates=made.gates._replace(importance=torch.ones_like(made.gates.importance))
+    )
     module = fla_reference("gated_delta_rule")
     vars(module)["torch"] = types.SimpleNamespace(**{**vars(torch), "float32": torch.float64})
     expected, _ = module.naive_recurrent_gated_delta_rule(
