@@ -91,7 +91,7 @@ def test_linear_memory_with_momentum_is_titans_eq_13():
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 def test_titans_takes_the_gradient_of_the_stated_loss(impl):
-    """Deep memory, window 1, momentum, gradients at the start of the chunk: all written out again."""
+    """Deep memory, momentum, gradients at the start of the chunk: all written out again."""
     rule = replace(RULES["titans"], chunk=4)
     made = example(rule, 11, batch=1, heads=1, d_k=3, d_v=3)
     gain = made.weights["gain"][0]

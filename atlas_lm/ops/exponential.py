@@ -192,7 +192,7 @@ class _Exponential:
         place = torch.arange(length, device=device)
         index = place.clamp(max=max(self.stored - 1, 0)).repeat(document.shape[0], 1)
         index[row[current], pieces.position[current]] = self.stored + pieces.index[current]
-        known = (place < pieces.end[:, None])[..., None, None]
+        known = (place < pieces.end.to(device)[:, None])[..., None, None]
         return {n: torch.where(known, take_rows(p, index), 0) for n, p in past.items()}
 
 

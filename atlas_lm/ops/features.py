@@ -55,11 +55,13 @@ def polynomial(x: Tensor, coefficients: Tensor) -> Tensor:
     """
     degree = coefficients.shape[-1] - 1
     table = _monomials(x.shape[-1], degree, x.device)
-    blocks = [x.new_ones(*x.shape[:-1], 1), x]
+    # one row a monomial: selecting rows is a copy, selecting columns a gather
+    rows = x.mT.contiguous()
+    blocks = [torch.ones_like(rows[..., :1, :]), rows]
     for parent, last in table.recipes:
-        blocks.append(blocks[-1].index_select(-1, parent) * x.index_select(-1, last))
+        blocks.append(blocks[-1].index_select(-2, parent) * rows.index_select(-2, last))
     scale = coefficients.sqrt().index_select(-1, table.degrees) * table.weights.to(x.dtype)
-    return torch.cat(blocks, -1) * scale.unsqueeze(-2)
+    return (torch.cat(blocks, -2) * scale.unsqueeze(-1)).mT
 
 
 def with_one(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ count, and piece number n of every row is computed together. Slots left over are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,46 +38,95 @@ class Flags:
         return torch.where(self.rows.view(-1, *[1] * (other.ndim - 1)), chosen, other)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pieces:
-    """Where every token goes. r is 1 where all rows are cut alike, else the batch."""
+    """n pieces of at most `width` tokens for r rows: the batch, or 1 where all are cut alike.
 
-    index: Tensor
-    """`[r n l]`: the token in each slot."""
-    pairs: Tensor
-    """`[r n c-1+l]`: the pair in each slot and the c-1 before it, counted in window + tokens."""
-    inverse: Tensor
-    """`[r t]`: the slot of each token."""
-    position: Tensor
-    """`[r n l]`: tokens of the document before this one."""
-    filled: Tensor | None
-    """`[r n l]`: False in slots without a token; None if there are none."""
-    present: Tensor | None
-    """`[r t]`: the mask."""
+    The tables that say how are on the CPU; what is derived from them is on the device.
+    """
+
+    opened: Tensor
+    """`[r n]`: how many of the row's tokens come before the piece."""
     start: Tensor
-    """`[r n]`, on the CPU: position of each piece's first token."""
+    """`[r n]`: position of its first token in the document."""
     length: Tensor
-    """`[r n]`, on the CPU: tokens in each piece."""
-    begins: list[Flags]
-    """Of each piece: rows in which it begins a document."""
-    ends_chunk: list[Flags]
-    """Of each piece: rows whose next token begins a chunk."""
-    tail: Tensor
-    """`[r c-1]`: the last pairs, counted in window + tokens; -1 before the document."""
+    """`[r n]`: its tokens; 0 in rows that have fewer pieces."""
+    fresh: Tensor
+    """`[r n]`: it begins a document."""
+    order: Tensor
+    """`[r t]`: where the row's tokens stand, in order."""
+    count: Tensor
+    """`[r]`: how many there are."""
     end: Tensor
     """`[r]`: position after the last token."""
     alike: bool
     """All rows read the same tokens from the same position on, as one document."""
-    straight: bool
-    """Pieces are just the tokens in order, every slot filled."""
+    mask: TokenFlag | None
+    chunk: int
+    window: int
+    device: torch.device
 
     @property
     def number(self) -> int:
-        return self.index.shape[1]
+        return self.opened.shape[1]
+
+    @cached_property
+    def width(self) -> int:
+        return max(int(self.length.max()), 1)
+
+    @cached_property
+    def whole(self) -> bool:
+        """No slot is left over."""
+        return bool((self.length == self.width).all())
 
     @property
-    def width(self) -> int:
-        return self.index.shape[2]
+    def straight(self) -> bool:
+        """Pieces are just the tokens in order."""
+        return self.alike and self.whole
+
+    @cached_property
+    def begins(self) -> list[Flags]:
+        """Of each piece: rows in which it begins a document."""
+        return Flags.by_piece(self.fresh, self.device)
+
+    @cached_property
+    def ends_chunk(self) -> list[Flags]:
+        """Of each piece: rows whose next token begins a chunk."""
+        over = (self.start + self.length) % self.chunk == 0
+        return Flags.by_piece((self.length > 0) & over, self.device)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """`[r n l]`: tokens of the document before each slot's."""
+        return (self.start[..., None] + torch.arange(self.width)).to(self.device)
+
+    @cached_property
+    def filled(self) -> Tensor | None:
+        """`[r n l]`: False in slots without a token; None if there are none."""
+        if self.whole:
+            return None
+        return (torch.arange(self.width) < self.length[..., None]).to(self.device)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """`[r n l]`: the token in each slot."""
+        return self._tokens(self.opened[..., None] + torch.arange(self.width)).to(self.device)
+
+    @cached_property
+    def pairs(self) -> Tensor:
+        """`[r n c-1+l]`: each slot's pair and the c-1 before, counted in window + tokens."""
+        return self._counted(self.opened[..., None] + torch.arange(1 - self.window, self.width))
+
+    def _tokens(self, ordinal: Tensor) -> Tensor:
+        """The token with this number in its row, or the nearest there is."""
+        last = (self.count - 1).clamp(min=0)[:, None, None]
+        nearest = ordinal.clamp(min=0).minimum(last)
+        return self.order.gather(1, nearest.flatten(1)).view_as(ordinal)
+
+    def _counted(self, ordinal: Tensor) -> Tensor:
+        """Numbers of a row's tokens, negative ones in its window, as indices into both."""
+        index = torch.where(ordinal < 0, ordinal, self._tokens(ordinal)) + self.window - 1
+        return index.to(self.device)
 
     def split(self, x: Tensor) -> Tensor:
         """`[b t h ...] -> [n b h l ...]`"""
@@ -101,14 +151,22 @@ class Pieces:
         y = y.permute(1, 0, 3, 2, 4).flatten(1, 2)
         if self.straight:
             return y
-        y = take_rows(y, self.inverse)
-        return y if self.present is None else y * self.present[..., None, None]
+        slots = torch.zeros_like(self.order)
+        places = torch.arange(self.number * self.width).view(1, self.number, self.width)
+        here = torch.arange(self.width) < self.length[..., None]
+        row = torch.arange(len(self.order))[:, None, None].expand_as(here)
+        tokens = self._tokens(self.opened[..., None] + torch.arange(self.width))
+        slots[row[here], tokens[here]] = places.expand_as(here)[here]
+        y = take_rows(y, slots.to(self.device))
+        return y if self.mask is None else y * self.mask[..., None, None]
 
     def last_pairs(self, window: Tensor, x: Tensor) -> Tensor:
         """The window after the last token, `[b c-1 h ...]`."""
-        taken = take_rows(torch.cat([window, x], 1), self.tail.clamp(min=0))
-        known = (self.tail >= 0).view(*self.tail.shape, *[1] * (x.ndim - 2))
-        return torch.where(known, taken, 0)
+        back = torch.arange(self.window - 1, 0, -1)
+        index = self._counted((self.count[:, None] - back).unsqueeze(1))[:, 0]
+        known = (back <= self.end[:, None]).to(self.device)
+        taken = take_rows(torch.cat([window, x], 1), index)
+        return torch.where(known.view(*known.shape, *[1] * (x.ndim - 2)), taken, 0)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -127,78 +185,56 @@ def cut_into_pieces(
     reset: TokenFlag | None,
 ) -> Pieces:
     """Cut `tokens` tokens a row, after `position` of them, where the row's own chunks begin."""
-    device, start = position.device, position.cpu()
-    alike = mask is None and reset is None and bool((start == start[0]).all())
-    start = start[:1] if alike else start
-    shape = (start.shape[0], tokens)
-    present = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu()
-    begins = torch.zeros(shape, dtype=torch.bool) if reset is None else reset.cpu() & present
+    start = position.cpu()
+    common = {"mask": mask, "chunk": chunk, "window": window, "device": position.device}
+    if mask is None and reset is None and bool((start == start[0]).all()):
+        return Pieces(**_cut_alike(int(start[0]), tokens, chunk), **common, alike=True)
+    present = torch.ones(len(start), tokens, dtype=torch.bool) if mask is None else mask.cpu()
+    fresh = torch.zeros_like(present) if reset is None else reset.cpu() & present
+    return Pieces(**_cut_rows(start, present, fresh, chunk), **common, alike=False)
 
-    ordinal = present.cumsum(1) - 1
-    document = _latest(ordinal, begins)
+
+def _cut_alike(start: int, tokens: int, chunk: int) -> dict[str, Tensor]:
+    """One row that stands for all: the rest of a chunk, whole chunks, the beginning of one."""
+    opened = torch.tensor([[0, *range(chunk - start % chunk, tokens, chunk)]])
+    stops = torch.cat([opened[:, 1:], torch.tensor([[tokens]])], 1)
+    return {
+        "opened": opened,
+        "start": start + opened,
+        "length": stops - opened,
+        "fresh": torch.zeros_like(opened, dtype=torch.bool),
+        "order": torch.arange(tokens)[None],
+        "count": torch.tensor([tokens]),
+        "end": torch.tensor([start + tokens]),
+    }
+
+
+def _cut_rows(start: Tensor, present: Tensor, fresh: Tensor, chunk: int) -> dict[str, Tensor]:
+    """Every row by its own count of the tokens it has."""
+    ordinal, count = present.cumsum(1) - 1, present.sum(1)
+    document = torch.where(fresh, ordinal, -1).cummax(1).values
     place = torch.where(document >= 0, ordinal - document, start[:, None] + ordinal)
-    opens = present & ((ordinal == 0) | begins | (place % chunk == 0))
-    piece, slot = opens.cumsum(1) - 1, ordinal - _latest(ordinal, opens)
-
-    row = torch.arange(shape[0])[:, None].expand(shape)
+    opens = present & ((ordinal == 0) | fresh | (place % chunk == 0))
     number = max(int(opens.sum(1).max()), 1)
-    width = max(int(torch.where(present, slot + 1, 0).max()), 1)
-    slots = (row[present], piece[present], slot[present])
-    token = torch.arange(tokens).expand(shape)
-    count = present.sum(1)
+    row = torch.arange(len(start))[:, None].expand_as(present)
+    piece = opens.cumsum(1) - 1
 
-    first = present.int().argmax(1)
-    index = first[:, None, None].repeat(1, number, width)
-    index[slots] = token[present]
-    where = torch.zeros(shape[0], number, width, dtype=torch.int64)
-    where[slots] = place[present]
-    filled = torch.zeros(shape[0], number, width, dtype=torch.bool)
-    filled[slots] = True
-    length = filled.sum(2)
+    def by_piece(value: Tensor, rest: Tensor) -> Tensor:
+        out = rest[:, None].repeat(1, number)
+        out[row[opens], piece[opens]] = value[opens]
+        return out
 
-    order = torch.zeros(shape, dtype=torch.int64)
-    order[row[present], ordinal[present]] = token[present]
-    opened = count[:, None].repeat(1, number)
-    opened[row[opens], piece[opens]] = ordinal[opens]
-    starts = torch.zeros(shape[0], number, dtype=torch.bool)
-    starts[row[opens], piece[opens]] = begins[opens]
-    pairs = _counted(opened[..., None] + torch.arange(1 - window, width), order, count, window)
-
-    end = torch.where(count > 0, place.gather(1, _last(present)[:, None])[:, 0] + 1, start)
-    back = torch.arange(window - 1, 0, -1)
-    tail = _counted(count[:, None, None] - back, order, count, window)[:, 0]
-    tail = torch.where(back <= end[:, None], tail, -1)
-    next_place = where.gather(2, (length[..., None] - 1).clamp(min=0))[..., 0] + 1
-    whole = bool(filled.all())
-    return Pieces(
-        index=index.to(device),
-        pairs=pairs.to(device),
-        inverse=(piece.clamp(min=0) * width + slot.clamp(min=0)).to(device),
-        position=where.to(device),
-        filled=None if whole else filled.to(device),
-        present=None if mask is None else mask,
-        start=where[..., 0],
-        length=length,
-        begins=Flags.by_piece(starts, device),
-        ends_chunk=Flags.by_piece((length > 0) & (next_place % chunk == 0), device),
-        tail=tail.to(device),
-        end=end.to(device),
-        alike=alike,
-        straight=alike and whole,
-    )
-
-
-def _latest(value: Tensor, flag: Tensor) -> Tensor:
-    """The value at the last flag so far in each row; -1 before the first."""
-    return torch.where(flag, value, -1).cummax(1).values
-
-
-def _last(present: Tensor) -> Tensor:
-    return (present * torch.arange(1, present.shape[1] + 1)).argmax(1)
-
-
-def _counted(ordinal: Tensor, order: Tensor, count: Tensor, window: int) -> Tensor:
-    """Ordinals of a row's tokens `[r n s]`, negative ones in the window, as indices into both."""
-    inside = ordinal.clamp(min=0).minimum((count - 1).clamp(min=0)[:, None, None])
-    token = order.gather(1, inside.flatten(1)).view_as(ordinal)
-    return torch.where(ordinal < 0, ordinal, token) + window - 1
+    opened = by_piece(ordinal, count)
+    stops = torch.cat([opened[:, 1:], count[:, None]], 1)
+    order = torch.zeros_like(ordinal)
+    order[row[present], ordinal[present]] = torch.arange(present.shape[1]).expand_as(row)[present]
+    last = order.gather(1, (count - 1).clamp(min=0)[:, None])
+    return {
+        "opened": opened,
+        "start": by_piece(place, torch.zeros_like(count)),
+        "length": stops - opened,
+        "fresh": by_piece(fresh, torch.zeros_like(count, dtype=torch.bool)),
+        "order": order,
+        "count": count,
+        "end": torch.where(count > 0, place.gather(1, last)[:, 0] + 1, start),
+    }

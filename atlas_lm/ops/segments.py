@@ -198,6 +198,6 @@ def finish(
         keys=pieces.last_pairs(state.keys, k),
         values=pieces.last_pairs(state.values, v),
         thresholds=thresholds,
-        position=pieces.end.expand_as(state.position).clone(),
+        position=pieces.end.to(pieces.device).expand_as(state.position).clone(),
         **changes,
     )
