@@ -91,18 +91,17 @@ class Mixing(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> Mixing:
-        retained = decay(inputs.alpha)
+        kept, steps = decay(inputs.alpha)
         weight = inputs.gamma * -inputs.eta.unsqueeze(-1)
         if inputs.theta is None:
-            return cls(retained[..., 0], None, spread(retained, weight), None, None)
-        persisted = decay(inputs.theta)
+            return cls(kept, None, spread(steps, weight), None, None)
+        momentum_kept, persisted = decay(inputs.theta)
         share = spread(persisted, weight)
-        steps = retained[..., 1:]
         if inputs.filled is not None:
             # no gate is neutral here: a momentum moves the weights wherever it is added
             steps = steps * inputs.filled.unsqueeze(-2)
-        carried = (steps @ persisted[..., :1]).squeeze(-1)
-        return cls(retained[..., 0], carried, steps @ share, persisted[..., 0], share)
+        carried = (steps @ momentum_kept.unsqueeze(-1)).squeeze(-1)
+        return cls(kept, carried, steps @ share, momentum_kept, share)
 
 
 class Additive(Form):

@@ -68,11 +68,12 @@ class _Delta:
         kernel = kernel_of(self.rule, outer.coefficients, self.product)
         fq, fk = phi(inputs.q), phi(inputs.k)
         rate = inputs.eta * inputs.gamma[..., 0]
-        left = decay(inputs.alpha)
-        errors, seen = self._solve(left, rate, kernel(inputs.k, inputs.k, fk, fk), inputs.v, fk)
-        share, entered, grads = left[..., 1:] * rate.unsqueeze(-2), [], []
-        kept, ends = left[..., -1, :1].unsqueeze(-1), share[..., -1, :].unsqueeze(-1) * fk
-        parts = (x.unbind(0) for x in (errors, seen, kept, ends))
+        kept, spans = decay(inputs.alpha)
+        alike = kernel(inputs.k, inputs.k, fk, fk)
+        errors, seen = self._solve(kept, spans, rate, alike, inputs.v, fk)
+        share, entered, grads = spans * rate.unsqueeze(-2), [], []
+        ends = share[..., -1, :].unsqueeze(-1) * fk
+        parts = (x.unbind(0) for x in (errors, seen, kept[..., -1, None, None], ends))
         for i, (error, read, keep, end) in enumerate(zip(*parts, strict=True)):
             weights = begin_rows(self.pieces.begins[first + i], outer.initial, weights)
             w = weights["w"]
@@ -80,20 +81,17 @@ class _Delta:
             entered.append(w)
             grads.append(u)
             weights = {"w": keep * w + self.product(u.mT, end)}
-        before = left[..., :1] * self.product(fq, torch.stack(entered).mT)
+        before = kept.unsqueeze(-1) * self.product(fq, torch.stack(entered).mT)
         during = self.product(share * kernel(inputs.q, inputs.k, fq, fk), torch.stack(grads))
         return before + during, weights
 
-    def _solve(self, left: Tensor, rate: Tensor, alike: Tensor, v: Tensor, fk: Tensor):
+    def _solve(self, kept: Tensor, spans: Tensor, rate: Tensor, alike: Tensor, v, fk):
         """U = errors - seen W^T, whatever the entering W."""
         if not self.rule.decay_first:
-            left = torch.cat([_untouched(left), left[..., :-1, :]], -2)
-        system = (left[..., 1:] * rate.unsqueeze(-2) * alike).tril(-1)
-        right = torch.cat([v, left[..., :1] * fk], -1)
+            # one token earlier: before the first, all of W and nothing written yet
+            kept = functional.pad(kept[..., :-1], (1, 0), value=1.0)
+            spans = functional.pad(spans[..., :-1, :], (0, 0, 1, 0))
+        system = (spans * rate.unsqueeze(-2) * alike).tril(-1)
+        right = torch.cat([v, kept.unsqueeze(-1) * fk], -1)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         return solved.split([v.shape[-1], fk.shape[-1]], -1)
-
-
-def _untouched(left: Tensor) -> Tensor:
-    """The row of decays before the first token: all of W, nothing written yet."""
-    return functional.pad(torch.ones_like(left[..., :1, :1]), (0, left.shape[-1] - 1))

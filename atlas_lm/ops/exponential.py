@@ -104,13 +104,13 @@ class _Exponential:
         return torch.stack(outputs), carry
 
     def _piece(self, piece: int, inputs: Inputs, carry: Carry, context: Context):
-        outer, retained = context.outer, decay(inputs.alpha)
+        outer, (kept, spans) = context.outer, decay(inputs.alpha)
         carry = self._begin(piece, carry, outer)
         xs, us = self._factors(inputs, carry, context)
-        share = spread(retained, inputs.gamma * inputs.eta.unsqueeze(-1))
-        lin = _EveryToken(self, inputs, carry.now, context, retained[..., :1], share, xs, us)
+        share = spread(spans, inputs.gamma * inputs.eta.unsqueeze(-1))
+        lin = _EveryToken(self, inputs, carry.now, context, kept.unsqueeze(-1), share, xs, us)
         y = lin.read_normalized() if self.rule.normalize else lin.read()
-        return y, self._write(piece, carry, retained[..., -1, :1], share[..., -1, :], xs, us)
+        return y, self._write(piece, carry, kept[..., -1:], share[..., -1, :], xs, us)
 
     def _begin(self, piece: int, carry: Carry, outer: Outer) -> Carry:
         flags = self.pieces.begins[piece]

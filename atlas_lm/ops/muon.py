@@ -32,7 +32,8 @@ class Muon(Form):
         phi = features_of(self.rule, outer.coefficients)
         x, f = add_residual(inputs.k, outer.slow, self.product), phi(inputs.k)
         xs, us = self.factors(inputs, carry, outer, x, f)
-        strides, retained = self._strides(piece), decay(inputs.alpha)
+        strides, (kept, spans) = self._strides(piece), decay(inputs.alpha)
+        retained = torch.cat([kept.unsqueeze(-1), spans], -1)
         steps, momentum = self._steps(inputs, carry, xs, us, strides)
         memories, weights = self._memories(carry, retained, steps, strides)
         fade = _at(retained, strides.cells).gather(
@@ -54,9 +55,9 @@ class Muon(Form):
         """eta NS(S) at the stride points, `[b h m out in]`, and S after the last token."""
         rule = self.rule
         assert inputs.theta is not None
-        persisted = decay(inputs.theta)
+        kept, persisted = decay(inputs.theta)
         weight = inputs.gamma * inputs.eta.unsqueeze(-1) if rule.eta_inside else inputs.gamma
-        share, kept = spread(persisted, weight), persisted[..., 0]
+        share = spread(persisted, weight)
         share_s, kept_s = _at(share, strides.points), _at(kept.unsqueeze(-1), strides.points)
         rate = strides.live.to(kept.dtype).unsqueeze(1)
         if not rule.eta_inside:

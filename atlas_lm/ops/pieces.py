@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from atlas_lm.shapes import TokenFlag
@@ -132,33 +133,36 @@ class Pieces:
         """`[b t h ...] -> [n b h l ...]`"""
         if not self.straight:
             x = take_rows(x, self.index.flatten(1))
-        x = x.unflatten(1, self.index.shape[1:])
-        return x.permute(1, 0, 3, 2, *range(4, x.ndim)).contiguous()
+        return rearrange(x, "b (n l) h ... -> n b h l ...", l=self.width).contiguous()
 
     def split_pairs(self, window: Tensor, x: Tensor) -> Tensor:
         """`[b c-1 h ...], [b t h ...] -> [n b h c-1+l ...]`"""
-        if self.straight and window.shape[1] == 0:
+        if self.straight and self.window == 1:
             return self.split(x)
-        x = torch.cat([window, x], 1)
+        x, width = torch.cat([window, x], 1), self.window - 1 + self.width
         if self.straight:
-            x = x.unfold(1, self.pairs.shape[2], self.width).movedim(-1, 2)
-        else:
-            x = take_rows(x, self.pairs.flatten(1)).unflatten(1, self.pairs.shape[1:])
-        return x.permute(1, 0, 3, 2, *range(4, x.ndim)).contiguous()
+            x = x.unfold(1, width, self.width)
+            return rearrange(x, "b n h ... l -> n b h l ...").contiguous()
+        x = take_rows(x, self.pairs.flatten(1))
+        return rearrange(x, "b (n l) h ... -> n b h l ...", l=width).contiguous()
 
     def join(self, y: Tensor) -> Tensor:
         """`[n b h l v] -> [b t h v]`, zeros where the mask says there is no token."""
-        y = y.permute(1, 0, 3, 2, 4).flatten(1, 2)
+        y = rearrange(y, "n b h l v -> b (n l) h v")
         if self.straight:
             return y
-        slots = torch.zeros_like(self.order)
-        places = torch.arange(self.number * self.width).view(1, self.number, self.width)
-        here = torch.arange(self.width) < self.length[..., None]
-        row = torch.arange(len(self.order))[:, None, None].expand_as(here)
-        tokens = self._tokens(self.opened[..., None] + torch.arange(self.width))
-        slots[row[here], tokens[here]] = places.expand_as(here)[here]
-        y = take_rows(y, slots.to(self.device))
+        y = take_rows(y, self._slots())
         return y if self.mask is None else y * self.mask[..., None, None]
+
+    def _slots(self) -> Tensor:
+        """`[r t]`: the slot of each token, counted over all pieces."""
+        slots = torch.arange(self.number * self.width).view(1, self.number, self.width)
+        tokens = self._tokens(self.opened[..., None] + torch.arange(self.width))
+        filled = torch.arange(self.width) < self.length[..., None]
+        row = torch.arange(len(self.order))[:, None, None].expand_as(tokens)
+        out = torch.zeros_like(self.order)
+        out[row[filled], tokens[filled]] = slots.expand_as(tokens)[filled]
+        return out.to(self.device)
 
     def last_pairs(self, window: Tensor, x: Tensor) -> Tensor:
         """The window after the last token, `[b c-1 h ...]`."""
