@@ -96,11 +96,12 @@ def test_titans_takes_the_gradient_of_the_stated_loss(impl):
     made = example(rule, 11, batch=1, heads=1, d_k=3, d_v=3)
     gain = made.weights["gain"][0]
 
-    def memory(w1, w2, x):
+    def memory(weights, x):
+        w1, w2 = weights
         return x + gain * layer_norm(w1 @ gelu(w2 @ x), (3,), eps=1e-6)
 
     def loss(weights, k, v):
-        return (memory(*weights, k) - v).square().sum() / 2
+        return (memory(weights, k) - v).square().sum() / 2
 
     now = [made.weights[n][0] for n in ("w1", "w2")]
     momentum, anchor = [torch.zeros_like(w) for w in now], now
@@ -111,7 +112,7 @@ def test_titans_takes_the_gradient_of_the_stated_loss(impl):
         grads = torch.func.grad(loss)(anchor, made.k[0, t, 0], made.v[0, t, 0])
         momentum = [theta * s - eta * gamma * g for s, g in zip(momentum, grads, strict=True)]
         now = [alpha * w + s for w, s in zip(now, momentum, strict=True)]
-        close(y[0, t, 0], memory(*now, made.q[0, t, 0]))
+        close(y[0, t, 0], memory(now, made.q[0, t, 0]))
 
 
 @pytest.mark.parametrize("name", ["linear_attention", "retnet", "swla"])
@@ -137,6 +138,7 @@ def test_online_window_is_the_omega_rule():
     rule = Rule(features="polynomial", window=3, chunk=1)
     made = example(rule, 10, batch=1, heads=1)
     y, _ = made.run()
+    assert made.coefficients is not None
     phi = polynomial(made.k.transpose(1, 2), made.coefficients)[0, 0]
     read = polynomial(made.q.transpose(1, 2), made.coefficients)[0, 0]
     w = made.weights["w"][0]
@@ -163,8 +165,8 @@ def test_normalised_exponential_memory_is_softmax_attention(impl, size):
     made = example(rule, 90, d_k=5, d_v=5)
     q, k, v = size * made.q, made.k, made.v
     y, _ = memorize(q, k, v, softmax_gates(*q.shape[:3]), made.weights, rule, impl=impl)
-    by_head = [x.transpose(1, 2) for x in (q, k, v)]
-    expected = scaled_dot_product_attention(*by_head, is_causal=True, scale=1.0)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
     close(y, expected.transpose(1, 2))
 
 

@@ -49,32 +49,37 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def stream(rule: Rule, tokens: int, bounded: bool = False):
-    """Read everything; the last segment once more, to predict each token before it is written."""
+def stream(rule: Rule, tokens: int, bounded: bool):
+    """Read everything; initial weights, final state, mean loss before and after the last writes."""
     weights = init_memory(rule, HEADS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
-    state, before, peak = None, None, 0.0
+    state, losses, peaks = None, (torch.tensor([]),) * 2, []
     with torch.no_grad():
         for i, (k, v, gates) in enumerate(segments(rule, tokens)):
-            before = state
-            after, state = memorize(k, k, v, gates, weights, rule, state=state)
-            assert after.isfinite().all(), f"not finite within {(i + 1) * SEGMENT} tokens"
-            if i == 1:
-                peak = peak_mib()
-        predicted, _ = memorize(k.roll(-1, 1), k, v, gates, weights, rule, state=before)
+            entered = state
+            y, state = memorize(k, k, v, gates, weights, rule, state=entered)
+            assert y.isfinite().all(), f"not finite within {(i + 1) * SEGMENT} tokens"
+            peaks.append(peak_mib())
+            if (i + 1) * SEGMENT == tokens:
+                # the same again, but each token read one earlier: what was known before its write
+                early, _ = memorize(k.roll(-1, 1), k, v, gates, weights, rule, state=entered)
+                losses = (
+                    loss_of(rule, early[:, -LAST - 1 : -1], v),
+                    loss_of(rule, y[:, -LAST:], v),
+                )
     if bounded:
-        assert peak_mib() - peak < 64, "memory grows with the number of tokens"
-    loss = objective_of(rule)
-    threshold = torch.full(v.shape[:3], rule.delta)
-    losses = [
-        loss(y, v[:, -LAST:], threshold[:, -LAST:]).mean((1, 2))
-        for y in (predicted[:, -LAST - 1 : -1], after[:, -LAST:])
-    ]
+        assert peaks[-1] - peaks[1] < 64, "memory grows with the number of tokens"
     return weights, state, losses
+
+
+def loss_of(rule: Rule, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    threshold = torch.full(y.shape[:3], rule.delta)
+    return objective_of(rule)(y, v[:, -LAST:], threshold).mean((1, 2))
 
 
 def check_alive(rule: Rule, tokens: int) -> None:
     exponential = rule.features == "exponential"
     weights, state, (before, after) = stream(rule, tokens, bounded=not exponential)
+    assert state is not None
     assert after[NOISE] < before[NOISE], "a write must lower the loss of what it writes"
     # what is told again and again is known already: writing it must not make it worse
     settled = before[REPEATED:].abs() * 1e-3 + 1e-6
