@@ -147,6 +147,12 @@ def test_left_padding_with_neutral_gates_would_be_wrong(name):
     check_padding(example(SMALL[name], 45, seed=3))
 
 
+def test_an_empty_batch_is_answered_with_one():
+    y, state = example(SMALL["atlas"], 12).rows(slice(0, 0)).run()
+    assert y.shape == (0, 12, 2, 3)
+    assert state.batch == 0
+
+
 def test_one_row_may_have_no_token_at_all():
     made = example(SMALL["atlas"], 12)
     mask = torch.ones(2, 12, dtype=torch.bool)

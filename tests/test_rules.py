@@ -310,13 +310,18 @@ NO_SIZES = [(size, value) for size in ("heads", "d_k", "d_v") for value in (0, -
         *NO_SIZES,
         ("hidden", -1),
         ("hidden", 2.0),
-        pytest.param("hidden", 0, marks=pytest.mark.xfail(reason="taken as not given")),
+        ("hidden", 0),
     ],
 )
 def test_a_size_that_is_none_is_refused(size, value):
     sizes: dict[str, Any] = {"heads": 2, "d_k": 4, "d_v": 3} | {size: value}
     with pytest.raises(ValueError, match=f"^init_memory: {size}={value!r} must be a whole number"):
         init_memory(RULES["atlas"], **sizes)
+
+
+def test_a_rule_is_given_as_a_rule():
+    with pytest.raises(TypeError, match=r"^init_memory: rule='atlas' is no Rule"):
+        init_memory("atlas", 2, 4, 3)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_linear_memory_has_no_hidden_width():

@@ -11,7 +11,7 @@ from atlas_lm import RULES, Gates, Rule, init_memory, memorize
 from atlas_lm.ops.features import default_coefficients
 from atlas_lm.ops.objectives import objective_of
 
-HEADS, WIDTH, SEGMENT, LAST = 2, 8, 4096, 1000
+HEADS, WIDTH, SEGMENT, LAST = 1, 8, 4096, 1000
 NOISE, REPEATED, CYCLE = range(3)
 
 

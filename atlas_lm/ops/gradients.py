@@ -87,11 +87,35 @@ def _branch_gradient(
     gain = lin.slow.get("gain")
     if gain is None:
         return error(x + branch)
-    gain, width = gain.unsqueeze(-2), branch.shape[-1:]
-    unit, mean, scale = torch.native_layer_norm(branch, width, None, None, 1e-6)
+    gain = gain.unsqueeze(-2)
+    unit, _, scale = torch.native_layer_norm(branch, branch.shape[-1:], None, None, 1e-6)
     at_unit = gain * error(torch.addcmul(x, gain, unit))
-    backward = torch.ops.aten.native_layer_norm_backward
-    return backward(at_unit, branch, width, mean, scale, None, None, [True, False, False])[0]
+    return _LayerNormGradient.apply(branch, at_unit, unit.detach(), scale)
+
+
+class _LayerNormGradient(torch.autograd.Function):
+    """The gradient at the input of a layer norm from that at its output, and its own gradient."""
+
+    @staticmethod
+    def forward(ctx, branch, grad, unit, scale):
+        u = _through_norm(grad, unit, scale)
+        ctx.save_for_backward(grad, unit, scale, u)
+        return u
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (up,) = grads
+        grad, unit, scale, u = ctx.saved_tensors
+        along_up, along = ((x * unit).mean(-1, keepdim=True) for x in (up, grad))
+        to_unit = -scale * torch.addcmul(up * along, grad, along_up)
+        to_scale = (up * u).mean(-1, keepdim=True) * scale
+        to_branch = torch.addcmul(_through_norm(to_unit, unit, scale), to_scale, unit, value=-1)
+        return to_branch, _through_norm(up, unit, scale), None, None
+
+
+def _through_norm(grad: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
+    along = (grad * unit).mean(-1, keepdim=True)
+    return scale * torch.addcmul(grad - grad.mean(-1, keepdim=True), unit, along, value=-1)
 
 
 class _GeluAndSlope(torch.autograd.Function):

@@ -62,7 +62,7 @@ def memorize(
     if state is None:
         widths = past_widths(rule, weights | slow, q, v)
         state = MemoryState.begin(rule, weights, q.shape[0], widths, keys=k, values=v)
-    if q.shape[1] == 0:
+    if q.shape[0] == 0 or q.shape[1] == 0:
         return v.to(out_dtype), state
     outer = Outer(weights, slow, coefficients)
     hidden = hides_parameters(rule, weights, slow, features_of(rule, coefficients), k, v)

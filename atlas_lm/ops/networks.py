@@ -182,7 +182,10 @@ def init_memory(
 
     `w` and `w1` give values, of width d_v; every other map of a network gives `hidden` (4 d_k).
     """
-    for name, value in {"heads": heads, "d_k": d_k, "d_v": d_v, "hidden": hidden or 1}.items():
+    if not isinstance(rule, Rule):
+        raise TypeError(f"init_memory: rule={rule!r} is no Rule; take one like RULES['atlas']")
+    sizes = {"heads": heads, "d_k": d_k, "d_v": d_v, "hidden": 1 if hidden is None else hidden}
+    for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"init_memory: {name}={value!r} must be a whole number, 1 or more")
     if not rule.deep and hidden is not None:

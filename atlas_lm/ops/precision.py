@@ -21,8 +21,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def product_for(dtype: torch.dtype) -> Product:
     """The matrix product for inputs of this dtype."""
     if state_dtype(dtype) == dtype:
-        return torch.matmul
+        return batched_product
     return partial(_RoundedProduct.apply, dtype)
+
+
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for equal leading axes, without the copies of views that `matmul` puts on the graph."""
+    return torch.bmm(a.flatten(0, -3), b.flatten(0, -3)).unflatten(0, a.shape[:-2])
 
 
 class _RoundedProduct(torch.autograd.Function):
