@@ -159,15 +159,12 @@ class _EveryToken(Lin):
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """(prod alpha W + m S) x + the piece's writes, scaled on whichever side is narrower."""
         alike = self.kernel if x is self.features else self.product(x, self.ins[name].mT)
-        writes, entered = self.share * alike, self.entered[name]
-        if entered[0].shape[-2] > x.shape[-1]:
-            left = torch.cat([*(c * x for c in self.scales), writes], -1)
-            right = torch.cat([*(w.mT for w in entered), self.grads[name]], -2)
-            return self.product(left, right)
-        read = self.product(x, torch.cat(entered, -2).mT).split(entered[0].shape[-2], -1)
-        out = self.product(writes, self.grads[name])
-        for scale, part in zip(self.scales, read, strict=True):
-            out = torch.addcmul(out, scale, part)
+        out = self.product(self.share * alike, self.grads[name])
+        for scale, w in zip(self.scales, self.entered[name], strict=True):
+            if w.shape[-2] > x.shape[-1]:
+                out = out + self.product(scale * x, w.mT)
+            else:
+                out = torch.addcmul(out, scale, self.product(x, w.mT))
         return out
 
 
