@@ -33,33 +33,24 @@ from atlas_lm.ops.segments import (
     run,
     unbound,
 )
-from atlas_lm.ops.state import Gates, MemoryState
-from atlas_lm.shapes import Keys, Product, TokenFlag, Values, Weights
+from atlas_lm.ops.state import MemoryState, Tokens
+from atlas_lm.shapes import Product, Values, Weights
 
 
 def memorize_chunked(
-    q: Keys,
-    k: Keys,
-    v: Values,
-    gates: Gates,
-    outer: Outer,
-    state: MemoryState,
-    mask: TokenFlag | None,
-    reset: TokenFlag | None,
-    product: Product,
-    closed: bool,
+    tokens: Tokens, outer: Outer, state: MemoryState, product: Product, closed: bool
 ) -> tuple[Values, MemoryState]:
     """Any rule with finite weights. `closed`: the rule's own functions hide no learned tensor."""
     rule = state.rule
-    pieces = cut_into_pieces(state.position, q.shape[1], rule.chunk, rule.window, mask, reset)
-    inputs = prepare(pieces, state, q, k, v, gates)
+    pieces = cut_into_pieces(state.position, tokens, rule.chunk, rule.window)
+    inputs = prepare(pieces, state, tokens)
     carry = Carry(state.weights, state.anchor, state.momentum)
     if rule.optimizer == "muon":
         form, groups = Muon(rule, pieces, product), Groups(size=1, kept=1)
     else:
         form, groups = Additive(rule, pieces, product), plan_groups(inputs, state.weights)
     y, carry = run(form, inputs, carry, outer, groups, closed)
-    return pieces.join(y), finish(pieces, state, k, v, gates, **carry._asdict())
+    return pieces.join(y), finish(pieces, state, tokens, **carry._asdict())
 
 
 class Mixing(NamedTuple):

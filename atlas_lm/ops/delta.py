@@ -21,9 +21,9 @@ from atlas_lm.ops.decay import decay
 from atlas_lm.ops.features import features_of, kernel_of
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces
 from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, plan_groups, prepare, run
-from atlas_lm.ops.state import Gates, MemoryState
+from atlas_lm.ops.state import MemoryState, Tokens
 from atlas_lm.rules import Rule
-from atlas_lm.shapes import Keys, Product, TokenFlag, Values, Weights
+from atlas_lm.shapes import Product, Values, Weights
 
 TILE = 64
 """Tokens solved together. Not part of the model: any value gives the same numbers."""
@@ -37,23 +37,14 @@ def is_delta_rule(rule: Rule) -> bool:
 
 
 def memorize_delta(
-    q: Keys,
-    k: Keys,
-    v: Values,
-    gates: Gates,
-    outer: Outer,
-    state: MemoryState,
-    mask: TokenFlag | None,
-    reset: TokenFlag | None,
-    product: Product,
-    closed: bool,
+    tokens: Tokens, outer: Outer, state: MemoryState, product: Product, closed: bool
 ) -> tuple[Values, MemoryState]:
     rule = state.rule
-    pieces = cut_into_pieces(state.position, q.shape[1], TILE, rule.window, mask, reset)
-    inputs = prepare(pieces, state, q, k, v, gates)
+    pieces = cut_into_pieces(state.position, tokens, TILE, rule.window)
+    inputs = prepare(pieces, state, tokens)
     groups = plan_groups(inputs, state.weights)
     y, weights = run(_Delta(rule, pieces, product), inputs, state.weights, outer, groups, closed)
-    state = finish(pieces, state, k, v, gates, weights=weights, anchor=dict(weights))
+    state = finish(pieces, state, tokens, weights=weights, anchor=dict(weights))
     return pieces.join(y), state
 
 

@@ -21,22 +21,13 @@ from torch.nn import functional
 from atlas_lm.ops.decay import decay, spread
 from atlas_lm.ops.features import with_one
 from atlas_lm.ops.gradients import pair_gradients
-from atlas_lm.ops.networks import Frozen, Lin, add_residual, network_of, normalized
+from atlas_lm.ops.networks import Lin, add_residual, network_of, normalized
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces, take_rows
 from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, plan_groups, prepare, run
-from atlas_lm.ops.state import Gates, MemoryState, extended, part_of
+from atlas_lm.ops.snapshot import Snapshot, SnapshotMaps
+from atlas_lm.ops.state import MemoryState, Tokens, extended, part_of
 from atlas_lm.rules import Rule
-from atlas_lm.shapes import Keys, Product, TokenFlag, Values, Weights
-
-
-class Snapshot(NamedTuple):
-    """A memory: finite weights `[b h out in]`, coefficients of the keys so far `[b h s f]`."""
-
-    weights: Weights
-    coefficients: Weights
-
-    def scaled(self, factor: Tensor) -> Snapshot:
-        return Snapshot(*({n: factor * x for n, x in part.items()} for part in self))
+from atlas_lm.shapes import Product, Values, Weights
 
 
 class Carry(NamedTuple):
@@ -52,27 +43,18 @@ class Context(NamedTuple):
 
 
 def memorize_exponential(
-    q: Keys,
-    k: Keys,
-    v: Values,
-    gates: Gates,
-    outer: Outer,
-    state: MemoryState,
-    mask: TokenFlag | None,
-    reset: TokenFlag | None,
-    product: Product,
-    closed: bool,
+    tokens: Tokens, outer: Outer, state: MemoryState, product: Product, closed: bool
 ) -> tuple[Values, MemoryState]:
     rule = state.rule
-    pieces = cut_into_pieces(state.position, q.shape[1], rule.chunk, rule.window, mask, reset)
-    inputs = prepare(pieces, state, q, k, v, gates)
+    pieces = cut_into_pieces(state.position, tokens, rule.chunk, rule.window)
+    inputs = prepare(pieces, state, tokens)
     length = int(state.position.max())
     stored = {n: p[:, :length].transpose(1, 2) for n, p in state.past.items()}
     carry = Carry(
         Snapshot(state.weights, part_of(stored, "now.")),
         Snapshot(state.anchor, part_of(stored, "anchor.")),
     )
-    keys = torch.cat([stored["keys"], k.transpose(1, 2)], 2)
+    keys = torch.cat([stored["keys"], tokens.k.transpose(1, 2)], 2)
     form = _Exponential(rule, pieces, product, state.position, length)
     y, carry = run(
         form, inputs, carry, Context(outer, keys), plan_groups(inputs, state.weights), closed
@@ -84,7 +66,7 @@ def memorize_exponential(
     }
     past = form.by_document({n: p.transpose(1, 2) for n, p in past.items()})
     changes = {"weights": carry.now.weights, "anchor": carry.anchor.weights, "past": past}
-    return pieces.join(y), finish(pieces, state, k, v, gates, **changes)
+    return pieces.join(y), finish(pieces, state, tokens, **changes)
 
 
 @dataclass
@@ -125,7 +107,7 @@ class _Exponential:
         anchor = carry.anchor
         if self.rule.decay_first:
             anchor = anchor.scaled(inputs.alpha[..., None])
-        lin = _Anchor(anchor, context, self.product)
+        lin = SnapshotMaps(anchor, context.outer.slow, context.keys, self.product)
         x = add_residual(inputs.k, context.outer.slow, self.product)
         v = functional.pad(inputs.v, (0, 1), value=1.0) if self.rule.normalize else inputs.v
         return pair_gradients(self.rule, lin, x, with_one(inputs.k), v, inputs.threshold)
@@ -196,27 +178,6 @@ class _Exponential:
         return {n: torch.where(known, take_rows(p, index), 0) for n, p in past.items()}
 
 
-class _Anchor(Frozen):
-    """The memory at the anchor, for all pairs of a piece."""
-
-    def __init__(self, snapshot: Snapshot, context: Context, product: Product):
-        super().__init__(snapshot.weights, context.outer.slow, product)
-        self.coefficients, self.keys = snapshot.coefficients, context.keys
-
-    def __call__(self, name: str, x: Tensor) -> Tensor:
-        if name not in self.coefficients:
-            return super().__call__(name, x)
-        u = self.coefficients[name]
-        alike = self.product(x[..., 1:], self.keys[:, :, : u.shape[2]].mT).exp()
-        learned = self.product(alike, u)
-        # a normalised memory stores one column more than F has, and its F is zero
-        return (
-            learned
-            if u.shape[3] > self.weights[name].shape[2]
-            else learned + super().__call__(name, x)
-        )
-
-
 class _EveryToken(Lin):
     """Each token's own memory: what entered the piece, faded, and the piece's writes up to it."""
 
@@ -226,7 +187,7 @@ class _EveryToken(Lin):
         super().__init__(context.outer.slow)
         self.form, self.product = form, form.product
         self.q, self.k, self.kept, self.share = inputs.q, inputs.k, kept, share
-        self.entry = _Anchor(entry, context, form.product)
+        self.entry = SnapshotMaps(entry, context.outer.slow, context.keys, form.product)
         self.xs, self.us = xs, us
 
     def read(self) -> Tensor:
@@ -243,7 +204,7 @@ class _EveryToken(Lin):
     def read_normalized(self) -> Tensor:
         """Softmax: the largest exponent of each row is taken out of numerator and denominator."""
         u = self.entry.coefficients["w"]
-        past = self.product(self.q, self.entry.keys[:, :, : u.shape[2]].mT)
+        past = self.entry.scores(self.q, u)
         recent = self.product(self.q, self.k.mT)
         past = past.masked_fill((u[..., -1] == 0).unsqueeze(-2), float("-inf"))
         recent = recent.masked_fill(self.share == 0, float("-inf"))

@@ -16,7 +16,7 @@ from atlas_lm.ops.networks import SLOW, past_widths
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.reference import memorize_reference
 from atlas_lm.ops.segments import Outer
-from atlas_lm.ops.state import Gates, MemoryState
+from atlas_lm.ops.state import Gates, MemoryState, Tokens
 from atlas_lm.ops.validation import check_inputs
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Keys, TokenFlag, Values, Weights
@@ -64,7 +64,7 @@ def memorize(
         state = MemoryState.begin(rule, weights, q.shape[0], widths, keys=k, values=v)
     if q.shape[0] == 0 or q.shape[1] == 0:
         return v.to(out_dtype), state
-    outer = Outer(weights, slow, coefficients)
+    tokens, outer = Tokens(q, k, v, gates, mask, reset), Outer(weights, slow, coefficients)
     hidden = hides_parameters(rule, weights, slow, features_of(rule, coefficients), k, v)
     given = [
         q,
@@ -79,10 +79,10 @@ def memorize(
     tracked = hidden or any(x.requires_grad for x in given if x is not None)
     with torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
         if impl == "reference":
-            y, state = memorize_reference(q, k, v, gates, outer, state, mask, reset)
+            y, state = memorize_reference(tokens, outer, state)
         else:
             parallel = _parallel_form(rule)
-            y, state = parallel(q, k, v, gates, outer, state, mask, reset, product, not hidden)
+            y, state = parallel(tokens, outer, state, product, not hidden)
     return y.to(out_dtype), state
 
 

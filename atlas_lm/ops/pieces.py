@@ -14,6 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from atlas_lm.ops.state import Tokens
 from atlas_lm.shapes import TokenFlag
 
 
@@ -180,20 +181,14 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return x[torch.arange(x.shape[0], device=x.device)[:, None], index]
 
 
-def cut_into_pieces(
-    position: Tensor,
-    tokens: int,
-    chunk: int,
-    window: int,
-    mask: TokenFlag | None,
-    reset: TokenFlag | None,
-) -> Pieces:
-    """Cut `tokens` tokens a row, after `position` of them, where the row's own chunks begin."""
+def cut_into_pieces(position: Tensor, tokens: Tokens, chunk: int, window: int) -> Pieces:
+    """Cut the tokens of each row, after `position` of them, where the row's own chunks begin."""
+    mask, reset, length = tokens.mask, tokens.reset, tokens.q.shape[1]
     start = position.cpu()
     common = {"mask": mask, "chunk": chunk, "window": window, "device": position.device}
     if mask is None and reset is None and bool((start == start[0]).all()):
-        return Pieces(**_cut_alike(int(start[0]), tokens, chunk), **common, alike=True)
-    present = torch.ones(len(start), tokens, dtype=torch.bool) if mask is None else mask.cpu()
+        return Pieces(**_cut_alike(int(start[0]), length, chunk), **common, alike=True)
+    present = torch.ones(len(start), length, dtype=torch.bool) if mask is None else mask.cpu()
     fresh = torch.zeros_like(present) if reset is None else reset.cpu() & present
     return Pieces(**_cut_rows(start, present, fresh, chunk), **common, alike=False)
 

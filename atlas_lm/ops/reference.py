@@ -24,25 +24,20 @@ from torch.nn import functional
 
 from atlas_lm.ops.features import features_of
 from atlas_lm.ops.gradients import Recorded
-from atlas_lm.ops.networks import Frozen, Lin, add_residual, network_of, normalized
+from atlas_lm.ops.networks import Lin, add_residual, network_of, normalized
 from atlas_lm.ops.newton_schulz import newton_schulz
 from atlas_lm.ops.objectives import objective_of
 from atlas_lm.ops.segments import Outer
-from atlas_lm.ops.state import Gates, MemoryState, extended, part_of
-from atlas_lm.shapes import Keys, TokenFlag, Values, Weights
+from atlas_lm.ops.snapshot import Snapshot, SnapshotMaps
+from atlas_lm.ops.state import Gates, MemoryState, Tokens, extended, part_of
+from atlas_lm.shapes import Values, Weights
 
 
 def memorize_reference(
-    q: Keys,
-    k: Keys,
-    v: Values,
-    gates: Gates,
-    outer: Outer,
-    state: MemoryState,
-    mask: TokenFlag | None,
-    reset: TokenFlag | None,
+    tokens: Tokens, outer: Outer, state: MemoryState
 ) -> tuple[Values, MemoryState]:
     """Every row by itself, every token in turn."""
+    q, k, v, gates, mask, reset = tokens
     outputs, states = [], []
     for row in range(q.shape[0]):
         memory, y = _Row(state[row], outer), []
@@ -57,34 +52,6 @@ def memorize_reference(
         outputs.append(torch.stack(y))
         states.append(memory.state())
     return torch.stack(outputs), MemoryState.stack(states)
-
-
-class _Snapshot(NamedTuple):
-    """What a read depends on: weights `[1 h out in]`, coefficients of past keys `[1 h n f]`."""
-
-    weights: Weights
-    coefficients: Weights
-
-    def scaled(self, factor: Tensor) -> _Snapshot:
-        return _Snapshot(*({n: factor * x for n, x in part.items()} for part in self))
-
-
-class _Maps(Frozen):
-    """A snapshot as the linear maps of a network; the keys are those of its coefficients."""
-
-    def __init__(self, snapshot: _Snapshot, slow: Weights, keys: Tensor | None):
-        super().__init__(snapshot.weights, slow)
-        self.coefficients, self.keys = snapshot.coefficients, keys
-
-    def __call__(self, name: str, x: Tensor) -> Tensor:
-        if name not in self.coefficients:
-            return super().__call__(name, x)
-        assert self.keys is not None
-        u = self.coefficients[name]
-        learned = (x[..., 1:] @ self.keys[:, :, : u.shape[2]].mT).exp() @ u
-        # a normalised memory stores one column more than F has, and its F is zero
-        normalize = u.shape[3] > self.weights[name].shape[2]
-        return learned if normalize else super().__call__(name, x) + learned
 
 
 class _Pair(NamedTuple):
@@ -132,18 +99,18 @@ class _Row:
         """M at the weights of now; `[h v]`."""
         x = q[None, :, None]
         if not self.rule.normalize:
-            return self._predict(_Maps(self.now, self.slow, self.keys), x)[0, :, 0]
-        assert self.keys is not None
-        scores = x @ self.keys.mT
-        y = (scores - scores.amax(-1, keepdim=True)).exp() @ self.now.coefficients["w"]
+            return self._predict(SnapshotMaps(self.now, self.slow, self.keys), x)[0, :, 0]
+        u = self.now.coefficients["w"]
+        scores = SnapshotMaps(self.now, self.slow, self.keys).scores(x, u)
+        y = (scores - scores.amax(-1, keepdim=True)).exp() @ u
         return normalized(y)[0, :, 0]
 
-    def _gradient(self, anchor: _Snapshot, gamma: Tensor) -> Weights:
+    def _gradient(self, anchor: Snapshot, gamma: Tensor) -> Weights:
         """Of the window's loss: by the weights, or by the output of a layer that reads phi*."""
         keep_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             weights = {n: _tracked(w, keep_graph) for n, w in anchor.weights.items()}
-            lin = Recorded(_Maps(anchor._replace(weights=weights), self.slow, self.keys))
+            lin = Recorded(SnapshotMaps(anchor._replace(weights=weights), self.slow, self.keys))
             k, v = self._recent("k"), self._recent("v")
             threshold = self._recent("threshold") if self.rule.objective == "huber" else None
             if self.rule.normalize:
@@ -190,8 +157,8 @@ class _Row:
         ]
         past = {n: p[:, : self.position].transpose(1, 2) for n, p in state.past.items()}
         self.keys = past.get("keys")
-        self.now = _Snapshot(dict(state.weights), part_of(past, "now."))
-        self.anchor = _Snapshot(dict(state.anchor), part_of(past, "anchor."))
+        self.now = Snapshot(dict(state.weights), part_of(past, "now."))
+        self.anchor = Snapshot(dict(state.anchor), part_of(past, "anchor."))
         self.momentum = dict(state.momentum)
 
     def state(self) -> MemoryState:

@@ -19,9 +19,9 @@ from atlas_lm.ops.gradients import pair_gradients
 from atlas_lm.ops.networks import Frozen
 from atlas_lm.ops.pieces import Flags, Pieces
 from atlas_lm.ops.recompute import recompute
-from atlas_lm.ops.state import Gates, MemoryState
+from atlas_lm.ops.state import MemoryState, Tokens
 from atlas_lm.rules import Rule
-from atlas_lm.shapes import Keys, Product, Values, Weights
+from atlas_lm.shapes import Product, Weights
 
 CACHED, KEPT = 2**19, 2**20
 """Elements of the widest activation in a group, and in the groups that keep their graph."""
@@ -60,11 +60,9 @@ class Outer(NamedTuple):
     coefficients: Tensor | None
 
 
-def prepare(
-    pieces: Pieces, state: MemoryState, q: Keys, k: Keys, v: Values, gates: Gates
-) -> Inputs:
+def prepare(pieces: Pieces, state: MemoryState, tokens: Tokens) -> Inputs:
     """Cut everything into pieces, with gates that change nothing where there is no token."""
-    alpha, eta, theta, gamma, threshold = gates
+    q, k, v, (alpha, eta, theta, gamma, threshold), *_ = tokens
     reach = torch.arange(gamma.shape[-1], device=q.device) <= pieces.position[..., None]
     filled = pieces.filled
     if filled is not None:
@@ -186,17 +184,15 @@ def begin_rows(flags: Flags, fresh: Weights | None, current: Weights) -> Weights
     return {n: flags.select(new[n], x) for n, x in current.items()}
 
 
-def finish(
-    pieces: Pieces, state: MemoryState, k: Keys, v: Values, gates: Gates, **changes
-) -> MemoryState:
+def finish(pieces: Pieces, state: MemoryState, tokens: Tokens, **changes) -> MemoryState:
     """The state after the last token: a new window and position, and what the form changed."""
-    thresholds = state.thresholds
-    if thresholds is not None and gates.threshold is not None:
-        thresholds = pieces.last_pairs(thresholds, gates.threshold)
+    thresholds, threshold = state.thresholds, tokens.gates.threshold
+    if thresholds is not None and threshold is not None:
+        thresholds = pieces.last_pairs(thresholds, threshold)
     return replace(
         state,
-        keys=pieces.last_pairs(state.keys, k),
-        values=pieces.last_pairs(state.values, v),
+        keys=pieces.last_pairs(state.keys, tokens.k),
+        values=pieces.last_pairs(state.values, tokens.v),
         thresholds=thresholds,
         position=pieces.end.to(pieces.device).expand_as(state.position).clone(),
         **changes,

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from atlas_lm.ops.networks import SLOW
 from atlas_lm.rules import Rule
-from atlas_lm.shapes import Gate, WindowGate
+from atlas_lm.shapes import Gate, Keys, TokenFlag, Values, WindowGate
 
 FORMAT = "atlas-lm memory 1"
 
@@ -41,6 +41,17 @@ class Gates(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> Gates:
         """The gates with a function applied to each there is."""
         return Gates(*(g if g is None else function(g) for g in self))  # pyright: ignore[reportArgumentType]
+
+
+class Tokens(NamedTuple):
+    """What comes in to be read and written, as `memorize` takes it."""
+
+    q: Keys
+    k: Keys
+    v: Values
+    gates: Gates
+    mask: TokenFlag | None
+    reset: TokenFlag | None
 
 
 @dataclass(frozen=True, eq=False)
