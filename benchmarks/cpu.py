@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -254,9 +253,15 @@ def growth(what: str, tokens: int) -> float:
         rule = replace(RULES["atlas"], stride=64) if what == "atlas_stride_64" else RULES[what]
         warm, call = forward_backward(inputs(rule, 64)), forward_backward(inputs(rule, tokens))
     warm()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mib()
     call()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return peak_mib() - before
+
+
+def peak_mib() -> float:
+    """The most memory this process ever held. (ru_maxrss would begin with that of its parent.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def table(title: str, rows: list[dict]) -> None:

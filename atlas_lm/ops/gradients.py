@@ -24,6 +24,9 @@ def pair_gradients(rule: Rule, lin: Frozen, x: Tensor, f: Tensor, v: Tensor, thr
     """x: raw keys as the residual sees them, f: phi of them, both `[b h n .]`."""
     if callable(rule.network) or callable(rule.objective):
         return by_autograd(rule, lin, x, f, v, threshold)
+    if rule.network == "linear" and rule.objective == "dot":
+        # the one gradient that does not depend on the memory
+        return {"w": f}, {"w": -v}
     error = error_of(rule)
     return _BY_HAND[str(rule.network)](
         lin, x, f, lambda prediction: error(prediction, v, threshold)

@@ -167,6 +167,8 @@ class Pieces:
 
     def last_pairs(self, window: Tensor, x: Tensor) -> Tensor:
         """The window after the last token, `[b c-1 h ...]`."""
+        if self.window == 1:
+            return window
         back = torch.arange(self.window - 1, 0, -1)
         index = self._counted((self.count[:, None] - back).unsqueeze(1))[:, 0]
         known = (back <= self.end[:, None]).to(self.device)
