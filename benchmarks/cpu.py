@@ -219,7 +219,7 @@ def over_length(threads: int) -> list[dict]:
 
 def memory() -> list[dict]:
     """Growth of a fresh process in one forward and backward."""
-    wanted = [("ours", TOKENS), ("peer64", TOKENS), ("peer", TOKENS)]
+    wanted = [(what, n) for n in (TOKENS, 4 * TOKENS) for what in ("ours", "peer64", "peer")]
     wanted += [(name, 32768) for name in ("titans", "omeganet", "delta_net", "atlas_stride_64")]
     rows = []
     for what, tokens in wanted:
