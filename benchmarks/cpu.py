@@ -132,11 +132,11 @@ class Projected(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p.unflatten(-1, (HEADS, WIDTH)) for p in self.qkv(x).chunk(3, -1))
+        qk, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH)).split((2, 1), 2)
+        q, k = normalize(qk, dim=-1).unbind(2)
         retention, rate, momentum = sigmoid(self.gates(x)).chunk(3, -1)
         gates = Gates(1 - 0.1 * retention, rate / 64, momentum, torch.ones_like(rate).unsqueeze(-1))
-        q, k = normalize(q, dim=-1), normalize(k, dim=-1)
-        y, _ = memorize(q, k, v, gates, dict(self.memory.items()), self.rule)
+        y, _ = memorize(q, k, v.squeeze(2), gates, dict(self.memory.items()), self.rule)
         return self.out(y.flatten(-2))
 
 

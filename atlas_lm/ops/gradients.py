@@ -91,34 +91,35 @@ def _branch_gradient(
     if gain is None:
         return error(x + branch)
     gain = gain.unsqueeze(-2)
-    unit, _, scale = torch.native_layer_norm(branch, branch.shape[-1:], None, None, 1e-6)
+    unit, mean, scale = torch.native_layer_norm(branch, branch.shape[-1:], None, None, 1e-6)
     at_unit = gain * error(torch.addcmul(x, gain, unit))
-    return _LayerNormGradient.apply(branch, at_unit, unit.detach(), scale)
+    return _LayerNormGradient.apply(branch, at_unit, unit.detach(), mean, scale)
 
 
 class _LayerNormGradient(torch.autograd.Function):
     """The gradient at the input of a layer norm from that at its output, and its own gradient."""
 
     @staticmethod
-    def forward(ctx, branch, grad, unit, scale):
-        u = _through_norm(grad, unit, scale)
-        ctx.save_for_backward(grad, unit, scale, u)
+    def forward(ctx, branch, grad, unit, mean, scale):
+        u = _through_norm(grad, branch, mean, scale)
+        ctx.save_for_backward(branch, grad, unit, mean, scale, u)
         return u
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (up,) = grads
-        grad, unit, scale, u = ctx.saved_tensors
+        branch, grad, unit, mean, scale, u = ctx.saved_tensors
         along_up, along = ((x * unit).mean(-1, keepdim=True) for x in (up, grad))
-        to_unit = -scale * torch.addcmul(up * along, grad, along_up)
+        to_unit = torch.addcmul(up * (along * -scale), grad, along_up * -scale)
         to_scale = (up * u).mean(-1, keepdim=True) * scale
-        to_branch = torch.addcmul(_through_norm(to_unit, unit, scale), to_scale, unit, value=-1)
-        return to_branch, _through_norm(up, unit, scale), None, None
+        to_branch = _through_norm(to_unit, branch, mean, scale)
+        to_branch = torch.addcmul(to_branch, to_scale, unit, value=-1)
+        return to_branch, _through_norm(up, branch, mean, scale), None, None, None
 
 
-def _through_norm(grad: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
-    along = (grad * unit).mean(-1, keepdim=True)
-    return scale * torch.addcmul(grad - grad.mean(-1, keepdim=True), unit, along, value=-1)
+def _through_norm(grad: Tensor, branch: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    backward, width = torch.ops.aten.native_layer_norm_backward, branch.shape[-1:]
+    return backward(grad, branch, width, mean, scale, None, None, [True, False, False])[0]
 
 
 class _GeluAndSlope(torch.autograd.Function):
@@ -134,9 +135,9 @@ class _GeluAndSlope(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         grad, grad_slope = grads
         z, slope = ctx.saved_tensors
-        square = z * z
-        density = (square * -0.5).exp_().mul_(0.3989422804014327)
-        return torch.addcmul(grad * slope, density.mul_(grad_slope), square.neg_().add_(2))
+        density = torch.addcmul(z.new_tensor(-0.9189385332046727), z, z, value=-0.5).exp_()
+        bend = torch.addcmul(z.new_tensor(2.0), z, z, value=-1)
+        return torch.addcmul(grad * slope, density.mul_(grad_slope), bend)
 
 
 def hides_parameters(

@@ -27,7 +27,7 @@ def product_for(dtype: torch.dtype) -> Product:
 
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for equal leading axes, without the copies of views that `matmul` puts on the graph."""
-    return torch.bmm(a.flatten(0, -3), b.flatten(0, -3)).unflatten(0, a.shape[:-2])
+    return torch.bmm(a.flatten(0, -3), b.flatten(0, -3)).view(*a.shape[:-1], b.shape[-1])
 
 
 class _RoundedProduct(torch.autograd.Function):
