@@ -14,10 +14,10 @@ from atlas_lm.rules import Rule
 from atlas_lm.shapes import Product
 
 
-def feature_width(rule: Rule, d_k: int) -> int:
+def feature_width(rule: Rule, d_k: int, device=None, dtype=None) -> int:
     """D, the width of phi; for the exponential map its finite part, [1; x]."""
     if callable(rule.features):
-        return rule.features(torch.zeros(1, 1, 1, d_k)).shape[-1]
+        return rule.features(torch.zeros(1, 1, 1, d_k, device=device, dtype=dtype)).shape[-1]
     widths = {"identity": d_k, "polynomial": comb(d_k + rule.degree, rule.degree)}
     return widths.get(rule.features, 1 + d_k)
 

@@ -66,16 +66,8 @@ def memorize(
         return v.to(out_dtype), state
     tokens, outer = Tokens(q, k, v, gates, mask, reset), Outer(weights, slow, coefficients)
     hidden = hides_parameters(rule, weights, slow, features_of(rule, coefficients), k, v)
-    given = [
-        q,
-        k,
-        v,
-        *gates,
-        *weights.values(),
-        *slow.values(),
-        coefficients,
-        *state.tensors().values(),
-    ]
+    learned = [*weights.values(), *slow.values(), coefficients]
+    given = [q, k, v, *gates, *learned, *state.tensors().values()]
     tracked = hidden or any(x.requires_grad for x in given if x is not None)
     with torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
         if impl == "reference":

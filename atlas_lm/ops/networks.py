@@ -96,7 +96,6 @@ class Anatomy:
 
     shapes: dict[str, tuple[int, int]]
     first: tuple[str, ...]
-    uses_norm: bool
     uses_residual: bool
 
 
@@ -133,7 +132,8 @@ def anatomy(rule: Rule, heads: int, d_k: int, d_v: int, widths: tuple, device, d
     """Shapes of the weights, given the output width of each name (`w`, `w1`: d_v) in `widths`."""
     known = dict(widths)
     x = torch.zeros(1, heads, 1, d_v, device=device, dtype=dtype, requires_grad=True)
-    f = torch.zeros(1, heads, 1, feature_width(rule, d_k), device=device, dtype=dtype)
+    width = feature_width(rule, d_k, device, dtype)
+    f = torch.zeros(1, heads, 1, width, device=device, dtype=dtype)
     probe = _Probe(f, known)
     with torch.enable_grad():
         out = network_of(rule)(probe, x, f)
@@ -145,7 +145,7 @@ def anatomy(rule: Rule, heads: int, d_k: int, d_v: int, widths: tuple, device, d
         raise ValueError("Rule: norm=True, but the network never calls lin.norm; set norm=False")
     if out.shape[-1] != d_v:
         raise ValueError(f"network: it predicts {out.shape[-1]} values, expected d_v={d_v}")
-    return Anatomy(probe.shapes, probe.first, probe.uses_norm, bool(seen))
+    return Anatomy(probe.shapes, probe.first, bool(seen))
 
 
 def anatomy_of(rule: Rule, weights: Weights, d_k: int, d_v: int) -> Anatomy:
