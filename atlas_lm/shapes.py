@@ -1,8 +1,8 @@
 """The letters of every shape in the library, and the tensors that travel between its parts.
 
 b batch, t time, h heads, k key width, v value width, f hidden width of a memory, D feature width,
-c window, p polynomial degree. One layout everywhere, `[b, t, h, d]`; inside `ops`, where a memory
-reads many tokens with one set of weights, `[b, h, t, d]`.
+c window, p polynomial degree, d embedding width. One layout everywhere, `[b, t, h, d]`; inside
+`ops`, where a memory reads many tokens with one set of weights, `[b, h, t, d]`.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,9 @@ Position = Int[Tensor, "b"]
 
 Weights = dict[str, Tensor]
 """Matrices of a memory by name: `[h out in]` where it begins, `[b h out in]` inside a state."""
+
+Embeddings = Float[Tensor, "b t d"]
+TokenIds = Int[Tensor, "b t"]
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """A matrix product; `ops.precision` decides how its operands are rounded."""

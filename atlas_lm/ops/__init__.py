@@ -2,6 +2,7 @@
 
 from atlas_lm.ops.memorize import memorize
 from atlas_lm.ops.networks import init_memory
+from atlas_lm.ops.recall import recall
 from atlas_lm.ops.state import Gates, MemoryState
 
-__all__ = ["Gates", "MemoryState", "init_memory", "memorize"]
+__all__ = ["Gates", "MemoryState", "init_memory", "memorize", "recall"]

@@ -90,6 +90,15 @@ class Carried:
             state.require_like(first, f"{type(first).__name__}.stack")
         return first._combine(first.aligned(states), torch.cat)
 
+    @staticmethod
+    def choose(rows: Tensor, chosen: Any, other: Any) -> Any:
+        """`chosen` in these rows (one flag each), `other` elsewhere; both of one kind."""
+
+        def pick(pair: list[Tensor]) -> Tensor:
+            return torch.where(rows.view(-1, *[1] * (pair[0].ndim - 1)), *pair)
+
+        return chosen._combine(chosen.aligned([chosen, other]), pick)
+
     def aligned(self, states: Sequence[Any]) -> Sequence[Any]:
         """These states with what grows with the tokens read made equally long."""
         return states

@@ -42,7 +42,9 @@ def memorize_chunked(
 ) -> tuple[Values, MemoryState]:
     """Any rule with finite weights. `closed`: the rule's own functions hide no learned tensor."""
     rule = state.rule
-    pieces = cut_into_pieces(state.position, tokens, rule.chunk, rule.window)
+    pieces = cut_into_pieces(
+        state.position, tokens.q.shape[1], tokens.mask, tokens.reset, rule.chunk, rule.window
+    )
     inputs = prepare(pieces, state, tokens)
     carry = Carry(state.weights, state.anchor, state.momentum)
     if rule.optimizer == "muon":

@@ -40,7 +40,9 @@ def memorize_delta(
     tokens: Tokens, outer: Outer, state: MemoryState, product: Product, closed: bool
 ) -> tuple[Values, MemoryState]:
     rule = state.rule
-    pieces = cut_into_pieces(state.position, tokens, TILE, rule.window)
+    pieces = cut_into_pieces(
+        state.position, tokens.q.shape[1], tokens.mask, tokens.reset, TILE, rule.window
+    )
     inputs = prepare(pieces, state, tokens)
     groups = plan_groups(inputs, state.weights)
     y, weights = run(_Delta(rule, pieces, product), inputs, state.weights, outer, groups, closed)

@@ -46,7 +46,9 @@ def memorize_exponential(
     tokens: Tokens, outer: Outer, state: MemoryState, product: Product, closed: bool
 ) -> tuple[Values, MemoryState]:
     rule = state.rule
-    pieces = cut_into_pieces(state.position, tokens, rule.chunk, rule.window)
+    pieces = cut_into_pieces(
+        state.position, tokens.q.shape[1], tokens.mask, tokens.reset, rule.chunk, rule.window
+    )
     inputs = prepare(pieces, state, tokens)
     length = int(state.position.max())
     stored = {n: p[:, :length].transpose(1, 2) for n, p in state.past.items()}

@@ -14,7 +14,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from atlas_lm.ops.state import Tokens
 from atlas_lm.shapes import TokenFlag
 
 
@@ -90,6 +89,11 @@ class Pieces:
     def begins(self) -> list[Flags]:
         """Of each piece: rows in which it begins a document."""
         return Flags.by_piece(self.fresh, self.device)
+
+    @cached_property
+    def opens_chunk(self) -> list[Flags]:
+        """Of each piece: rows in which it begins a chunk."""
+        return Flags.by_piece((self.length > 0) & (self.start % self.chunk == 0), self.device)
 
     @cached_property
     def ends_chunk(self) -> list[Flags]:
@@ -183,9 +187,15 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return x[torch.arange(x.shape[0], device=x.device)[:, None], index]
 
 
-def cut_into_pieces(position: Tensor, tokens: Tokens, chunk: int, window: int) -> Pieces:
+def cut_into_pieces(
+    position: Tensor,
+    length: int,
+    mask: TokenFlag | None,
+    reset: TokenFlag | None,
+    chunk: int,
+    window: int = 1,
+) -> Pieces:
     """Cut the tokens of each row, after `position` of them, where the row's own chunks begin."""
-    mask, reset, length = tokens.mask, tokens.reset, tokens.q.shape[1]
     start = position.cpu()
     common = {"mask": mask, "chunk": chunk, "window": window, "device": position.device}
     if mask is None and reset is None and bool((start == start[0]).all()):

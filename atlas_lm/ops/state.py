@@ -97,8 +97,7 @@ class MemoryState(Carried):
         return self.position.shape[0]
 
     def aligned(self, states: Sequence[Any]) -> Sequence[Any]:
-        length = max((p.shape[1] for s in states for p in s.past.values()), default=0)
-        return [s._padded(length) for s in states] if length else states
+        return with_equal_past(states)
 
     def reset(self, rows: Tensor | Sequence[int], weights: dict[str, Tensor]) -> MemoryState:
         """The state with these rows (numbers, or one flag a row) as if nothing had been read."""
@@ -109,13 +108,12 @@ class MemoryState(Carried):
             self.rule, fast, self.batch, widths, keys=self.keys, values=self.values
         )
         new.require(self.rule, self.row_shapes(), "MemoryState.reset to these weights")
-        length = max((p.shape[1] for p in self.past.values()), default=0)
-        blank = new._padded(length)
+        return Carried.choose(flags, new, self)
 
-        def choose(old: Tensor, new: Tensor) -> Tensor:
-            return torch.where(flags.view(-1, *[1] * (old.ndim - 1)), new, old)
-
-        return self._combine([self, blank], lambda pair: choose(*pair))
+    def recollection(self) -> Recollection:
+        """The memory as it is now, to read from later."""
+        past = {n: p for n, p in self.past.items() if not n.startswith("anchor.")}
+        return Recollection(rule=self.rule, weights=self.weights, past=past)
 
     def require(self, rule: Rule, shapes: dict[str, tuple[int, ...]], where: str) -> None:
         """Refuse this state for another rule or other shapes, naming both sides."""
@@ -141,14 +139,6 @@ class MemoryState(Carried):
         self.require(other.rule, other.row_shapes(), where)
         super().require_like(other, where)
 
-    def _padded(self, length: int) -> MemoryState:
-        """The past filled up with zeros to this length."""
-        past = {
-            n: torch.cat([p, p.new_zeros(p.shape[0], length - p.shape[1], *p.shape[2:])], 1)
-            for n, p in self.past.items()
-        }
-        return replace(self, past=past)
-
     def check_whole(self, path: str | os.PathLike) -> None:
         shapes = {n: tuple(t.shape) for n, t in self.tensors().items()}
         fast = {n: shapes[f"weights.{n}"] for n in self.weights}
@@ -166,6 +156,34 @@ class MemoryState(Carried):
         )
         if not consistent:
             raise ValueError(f"{path}: the tensors of the memory do not fit together: {shapes}")
+
+
+@dataclass(frozen=True, eq=False)
+class Recollection(Carried):
+    """A memory at one moment: what `recall` needs, and no more."""
+
+    growing: ClassVar[tuple[str, ...]] = ("past",)
+
+    rule: Rule
+    weights: dict[str, Tensor]
+    past: dict[str, Tensor]
+
+    @property
+    def batch(self) -> int:
+        return next(iter(self.weights.values())).shape[0]
+
+    def aligned(self, states: Sequence[Any]) -> Sequence[Any]:
+        return with_equal_past(states)
+
+
+def with_equal_past(states: Sequence[Any]) -> Sequence[Any]:
+    """States with the past filled up with zeros to one length."""
+    length = max((p.shape[1] for s in states for p in s.past.values()), default=0)
+
+    def filled(p: Tensor) -> Tensor:
+        return torch.cat([p, p.new_zeros(p.shape[0], length - p.shape[1], *p.shape[2:])], 1)
+
+    return [replace(s, past={n: filled(p) for n, p in s.past.items()}) for s in states]
 
 
 def extended(coefficients: Tensor, length: int) -> Tensor:

@@ -58,7 +58,7 @@ def check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset
         _expect_device(name, flags, q)
     if state is not None:
         _check_state(state, weights, rule, q, v)
-    if _looks_at_values(q.device):
+    if looks_at_values(q.device):
         _check_all_values(q, k, v, gates, weights, rule, coefficients, mask)
 
 
@@ -214,7 +214,7 @@ def _expect_range(name, x, mask, above=-math.inf, least=-math.inf, most=math.inf
         raise ValueError(f"{name}: holds {wrong[0]}, expected every value {expected}")
 
 
-def _looks_at_values(device: torch.device) -> bool:
+def looks_at_values(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         return False
     if _value_checks is not None:

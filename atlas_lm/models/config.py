@@ -1,0 +1,153 @@
+"""What a language model is made of, as one frozen record that a JSON file can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from atlas_lm.nn.attention import AttentionConfig
+from atlas_lm.nn.memory import MemoryConfig
+from atlas_lm.ops.memorize import Impl
+from atlas_lm.rules import RULES, Rule
+
+BLOCKS = ("plain", "mac", "mag", "mag_sum", "mal")
+MIXERS = ("attention", "swa")
+
+SIZES: dict[str, dict[str, int]] = {
+    "170M": {"depth": 12, "dim": 768, "heads": 16},
+    "340M": {"depth": 24, "dim": 1024, "heads": 16},
+    "760M": {"depth": 24, "dim": 1536, "heads": 16},
+    "1.3B": {"depth": 18, "dim": 2048, "heads": 8},
+}
+"""The paper's Table 7, with its vocabulary of 32,000. No one formula gives all its names: what a
+model really has is in `model.summary()`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A language model: `ModelConfig(vocab=257, dim=256, depth=4, rule="atlas")`."""
+
+    vocab: int = 257
+    """Token ids; 257 is the byte tokenizer's."""
+    dim: int = 256
+    """Width of the embeddings."""
+    depth: int = 4
+    """Blocks."""
+    heads: int = 4
+    rule: str | Rule | tuple[str | Rule, ...] = "atlas"
+    """What mixes tokens: a row of RULES by name, any Rule, or in plain blocks "attention" and "swa".
+    A tuple is repeated over the blocks."""
+    block: str = "plain"
+    """"plain", or memory beside attention: "mac", "mag" (gated), "mag_sum", "mal"."""
+    d_k: int | None = None
+    """Width of keys; see `MemoryConfig`, as for the next five."""
+    d_v: int | None = None
+    expansion: int = 4
+    conv: int = 4
+    gate_rank: int = 32
+    retention: float = 0.999
+    window: int = 512
+    """Tokens that sliding-window attention sees."""
+    segment: int = 64
+    """Tokens of one segment of a "mac" block."""
+    persistent: int = 0
+    """Learned tokens that attention always sees."""
+    mlp: int | None = None
+    """Hidden width of the feed-forward layers; None: 8/3 dim, rounded up to a multiple of 32."""
+    tied: bool = True
+    """The head reads with the embedding's weights."""
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rule, list):
+            object.__setattr__(self, "rule", tuple(self.rule))
+        for name in ("vocab", "dim", "depth", "heads", "window", "segment"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: {value!r} must be a whole number, 1 or more")
+        if self.block not in BLOCKS:
+            raise ValueError(f"block: {self.block!r} is not one of {', '.join(BLOCKS)}")
+        if not self.rules:
+            raise ValueError("rule: an empty tuple; give at least one rule")
+        for rule in self.rules:
+            self._check_mixer(rule)
+
+    def _check_mixer(self, rule: str | Rule) -> None:
+        if isinstance(rule, str) and rule not in (*RULES, *MIXERS):
+            raise ValueError(f"rule: {rule!r} is not one of {', '.join((*RULES, *MIXERS))}")
+        if rule in MIXERS:
+            if self.block != "plain":
+                raise ValueError(f"rule: {rule!r} is for block='plain'; {self.block!r} has its own")
+            self.attention(rule)
+        else:
+            self.memory(rule)
+            if self.block != "plain":
+                self.attention("swa")
+
+    @property
+    def rules(self) -> tuple[str | Rule, ...]:
+        return self.rule if isinstance(self.rule, tuple) else (self.rule,)
+
+    def rule_of(self, layer: int) -> str | Rule:
+        return self.rules[layer % len(self.rules)]
+
+    def memory(self, rule: str | Rule) -> MemoryConfig:
+        """The memory layer of a block."""
+        names = ("dim", "heads", "d_k", "d_v", "expansion", "conv", "gate_rank", "retention")
+        return MemoryConfig(rule=rule, impl=self.impl, **{n: getattr(self, n) for n in names})
+
+    def attention(self, rule: str) -> AttentionConfig:
+        """The attention of a block."""
+        window = None if rule == "attention" else self.window
+        return AttentionConfig(
+            dim=self.dim, heads=self.heads, window=window, persistent=self.persistent
+        )
+
+    @property
+    def mlp_width(self) -> int:
+        return self.mlp or -(-8 * self.dim // 96) * 32
+
+    @staticmethod
+    def of_depth(depth: int, **changes: Any) -> ModelConfig:
+        """One dial: heads of 64 numbers, as many of them as blocks."""
+        return replace(ModelConfig(depth=depth, dim=64 * depth, heads=depth), **changes)
+
+    @staticmethod
+    def of_size(size: str, **changes: Any) -> ModelConfig:
+        """One of the paper's sizes: 170M, 340M, 760M, 1.3B."""
+        if size not in SIZES:
+            raise ValueError(f"size: {size!r} is not one of {', '.join(SIZES)}")
+        return replace(ModelConfig(vocab=32_000, **SIZES[size]), **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a JSON file."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        rules = [_plain_rule(r) for r in self.rules]
+        return out | {"rule": rules if isinstance(self.rule, tuple) else rules[0]}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> ModelConfig:
+        """The config that `to_dict` wrote; an unknown name is refused."""
+        known = {f.name for f in fields(ModelConfig)}
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise ValueError(
+                f"config: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
+        rule = values.get("rule", "atlas")
+        made = [_rule_from(r) for r in rule] if isinstance(rule, list) else _rule_from(rule)
+        return ModelConfig(**values | {"rule": tuple(made) if isinstance(made, list) else made})
+
+
+def _plain_rule(rule: str | Rule) -> str | dict[str, object]:
+    if isinstance(rule, str):
+        return rule
+    if rule.custom:
+        raise ValueError(
+            f"rule: {', '.join(rule.custom)} given as a function cannot be written to a file"
+        )
+    return rule.describe()
+
+
+def _rule_from(said: Any) -> str | Rule:
+    return said if isinstance(said, str) else Rule(**said)

@@ -1,0 +1,90 @@
+"""A model as a folder: config.json and model.safetensors, as Hugging Face reads them too."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from atlas_lm.models.config import ModelConfig
+from atlas_lm.models.lm import LanguageModel
+from atlas_lm.ops.files import fingerprint, write_whole
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+PREFIX = "model."
+"""What Hugging Face puts before the names of the weights."""
+
+
+def save_model(model: LanguageModel, folder: str | os.PathLike) -> None:
+    """Write the model; what else is in the folder (a tokenizer, a task) stays."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {
+        "architectures": ["AtlasLMForCausalLM"],
+        "model_type": "atlas_lm",
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "model": model.config.to_dict(),
+    }
+    weights = {PREFIX + n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
+    write_whole(folder / WEIGHTS, save(weights, {"format": "pt"}))
+    write_whole(folder / CONFIG, (json.dumps(described, indent=2) + "\n").encode())
+
+
+def load_model(folder: str | os.PathLike) -> LanguageModel:
+    """Read a model back, on the CPU, in the dtype it was saved in, ready to be asked."""
+    folder = Path(folder)
+    config = _read_config(folder)
+    weights = _read_weights(folder / WEIGHTS)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    expected = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    found = {n: tuple(t.shape) for n, t in weights.items()}
+    wrong = [n for n in sorted(expected | found) if expected.get(n) != found.get(n)]
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{folder / WEIGHTS}: does not fit {CONFIG}: {name} is {found.get(name, 'missing')}, "
+            f"expected {expected.get(name, 'none of that name')} ({len(wrong)} such tensors)"
+        )
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def fingerprint_of(model: LanguageModel) -> str:
+    """Of the weights and the config: a memory belongs to the model that wrote it."""
+    weights = {n: t.detach().cpu() for n, t in model.state_dict().items()}
+    return fingerprint(weights, {"model": json.dumps(model.config.to_dict(), sort_keys=True)})
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such model folder")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing; a model folder holds {CONFIG} and {WEIGHTS}")
+    try:
+        said = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file ({error})") from error
+    if not isinstance(said, dict) or said.get("model_type") != "atlas_lm":
+        kind = said.get("model_type") if isinstance(said, dict) else type(said).__name__
+        raise ValueError(f"{path}: model_type is {kind!r}, expected 'atlas_lm'")
+    try:
+        return ModelConfig.from_dict(said["model"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: not the config of a model of this version ({error})") from error
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing; a model folder holds {CONFIG} and {WEIGHTS}")
+    try:
+        # copies: numbers in a mapped file are aligned otherwise, which changes bits on a CPU
+        loaded = {n: t.clone() for n, t in load_file(path).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+    return {n.removeprefix(PREFIX): t for n, t in loaded.items()}

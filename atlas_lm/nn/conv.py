@@ -1,0 +1,39 @@
+"""A short causal convolution over time, one filter a channel, that can be cut anywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from atlas_lm.nn.packing import Packing, last_tokens
+
+
+class ShortConv(nn.Module):
+    """y_t = sum_j w_j x_{t-j}, j < width; never across the beginning of a document."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, channels))
+
+    def begin(self, batch: int, like: Tensor) -> Tensor:
+        """The tokens before the first: zeros `[b width-1 channels]`."""
+        return like.new_zeros(batch, self.weight.shape[0] - 1, self.weight.shape[1])
+
+    def forward(self, x: Tensor, tail: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        """x `[b t channels]`, and the tail of the tokens before; returns y, and the next tail."""
+        packed = x if packing is None else packing.pack(x)
+        tail = tail.to(x.dtype)
+        both, n, t = torch.cat([tail, packed], 1), tail.shape[1], x.shape[1]
+        y = packed * self.weight[0]
+        for back in range(1, n + 1):
+            term = both[:, n - back : n - back + t] * self.weight[back]
+            y = y + (term if packing is None else self._inside(term, back, packing))
+        tail = last_tokens(tail, packed, packing)
+        return (y if packing is None else packing.unpack(y)), tail
+
+    @staticmethod
+    def _inside(term: Tensor, back: int, packing: Packing) -> Tensor:
+        """The term where the token that many steps back is of the same document."""
+        slots = torch.arange(term.shape[1], device=term.device)
+        inside = (slots - back >= packing.first) | (packing.first < 0)
+        return torch.where(inside[..., None], term, 0)

@@ -1,0 +1,109 @@
+"""How much a layer keeps, writes and listens to: gates made from its input.
+
+Every token gets its own, through a narrow map with a bias. Two of them can close: a rate of exactly 0
+writes nothing and a retention of exactly 1 forgets nothing, so that a memory can stand still over
+any number of tokens that are not worth it. A sigmoid never gets there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, log
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from atlas_lm.ops.precision import state_dtype
+from atlas_lm.ops.state import Gates
+from atlas_lm.rules import Rule
+
+FORGET = 0.01
+"""What one unit of the map forgets: steps of an optimiser move 1 - alpha by little."""
+MOST_FORGOTTEN = 0.99
+
+
+@dataclass(frozen=True)
+class Part:
+    """One gate: how many numbers a head and token needs, and the bias they start from."""
+
+    name: str
+    width: int
+    bias: float
+
+
+def parts_of(rule: Rule, retention: float) -> list[Part]:
+    """The gates a rule learns. At a window of 1 there is nothing to weigh."""
+    parts = [Part("rate", 1, 0.5)]
+    if rule.retention == "learned":
+        parts.append(Part("retention", 1, (1 - retention) / FORGET))
+    if rule.uses_momentum:
+        parts.append(Part("momentum", 1, log(0.9 / 0.1)))
+    if rule.window > 1:
+        parts.append(Part("importance", rule.window, 0.0))
+    if rule.objective == "huber":
+        parts.append(Part("threshold", 1, log(exp(rule.delta) - 1)))
+    return parts
+
+
+class GateMaps(nn.Module):
+    """`Gates` of a rule from embeddings `[b t dim]`, in float32 or better."""
+
+    def __init__(self, rule: Rule, dim: int, heads: int, rank: int, retention: float):
+        super().__init__()
+        self.rule, self.heads = rule, heads
+        self.parts = parts_of(rule, retention)
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, heads * sum(p.width for p in self.parts))
+
+    def initial_bias(self) -> Tensor:
+        """Of `up`: every gate where it starts."""
+        return torch.cat([torch.full((self.heads * p.width,), p.bias) for p in self.parts])
+
+    def forward(self, x: Tensor, coefficients: Tensor | None) -> Gates:
+        raw = self.up(self.down(x))
+        raw = raw.to(state_dtype(raw.dtype))
+        sizes = [self.heads * p.width for p in self.parts]
+        made = {
+            p.name: r.unflatten(-1, (self.heads, p.width))
+            for p, r in zip(self.parts, raw.split(sizes, -1), strict=True)
+        }
+        one = torch.ones_like(made["rate"][..., 0])
+        momentum = made["momentum"][..., 0].sigmoid() if "momentum" in made else None
+        rate = made["rate"][..., 0].clamp(0, 1) * self.highest_rate(coefficients)
+        if self.rule.optimizer == "momentum":
+            rate = rate * (1 - momentum)
+        threshold = made.get("threshold")
+        return Gates(
+            retention=self._retention(made.get("retention"), one),
+            rate=rate,
+            momentum=momentum,
+            importance=made["importance"].softmax(-1) if "importance" in made else one[..., None],
+            threshold=None if threshold is None else softplus(threshold[..., 0]) + 1e-3,
+        )
+
+    def highest_rate(self, coefficients: Tensor | None) -> Tensor | float:
+        """The step that a token repeated through a whole chunk survives, given unit keys.
+
+        gd on squared errors diverges beyond b eta |phi(k)|^2 = 2, muon moves by its rate whatever
+        the gradient. A linear memory on the dot product has no such bound.
+        """
+        rule = self.rule
+        if rule.optimizer == "muon":
+            return rule.stride / rule.chunk
+        if rule.network == "linear" and rule.objective == "dot":
+            return 1.0
+        if rule.features == "exponential":
+            return 1 / (rule.chunk * exp(1))
+        if coefficients is None:
+            return 1 / rule.chunk
+        return 1 / (rule.chunk * coefficients.sum(-1))
+
+    def _retention(self, raw: Tensor | None, one: Tensor) -> Tensor:
+        if raw is not None:
+            return 1 - (FORGET * raw[..., 0]).clamp(0, MOST_FORGOTTEN)
+        if self.rule.retention == "none":
+            return one
+        # RetNet: from 1 - 1/32 on, every head keeps twice as long as the one before
+        heads = torch.arange(self.heads, device=one.device, dtype=one.dtype)
+        return one * (1 - 2 ** (-5 - heads))

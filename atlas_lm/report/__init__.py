@@ -1,0 +1,1 @@
+"""What a memory did, shown to people."""
