@@ -55,7 +55,7 @@ class Block(nn.Module):
         super().__init__()
         self.config = config
         self.norm = RMSNorm(config.dim)
-        self.mixer = mixer_of(config, rule)
+        self.mixer: Any = mixer_of(config, rule)
         self.mlp_norm = RMSNorm(config.dim)
         self.mlp = SwiGLU(config.dim, config.mlp_width)
 
@@ -68,7 +68,7 @@ class Block(nn.Module):
         state: Any = None,
         mask: TokenFlag | None = None,
         reset: TokenFlag | None = None,
-    ) -> tuple[Embeddings, Carried]:
+    ) -> tuple[Embeddings, Any]:
         y, state = self.mixer(self.norm(x), state, mask, reset)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
@@ -115,7 +115,7 @@ class MemoryAsLayer(Block):
 
     def __init__(self, config: ModelConfig, rule: str | Rule):
         super().__init__(config, rule)
-        self.second = Block(config, "swa")
+        self.second: Any = Block(config, "swa")
 
     def begin(self, batch: int) -> HybridState:
         return HybridState(memory=self.mixer.begin(batch), attention=self.second.begin(batch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from atlas_lm.nn.attention import AttentionConfig
@@ -13,7 +13,7 @@ from atlas_lm.rules import RULES, Rule
 BLOCKS = ("plain", "mac", "mag", "mag_sum", "mal")
 MIXERS = ("attention", "swa")
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "170M": {"depth": 12, "dim": 768, "heads": 16},
     "340M": {"depth": 24, "dim": 1024, "heads": 16},
     "760M": {"depth": 24, "dim": 1536, "heads": 16},
@@ -35,8 +35,8 @@ class ModelConfig:
     """Blocks."""
     heads: int = 4
     rule: str | Rule | tuple[str | Rule, ...] = "atlas"
-    """What mixes tokens: a row of RULES by name, any Rule, or in plain blocks "attention" and "swa".
-    A tuple is repeated over the blocks."""
+    """What mixes tokens: a row of RULES by name, any Rule, or, in plain blocks, "attention" or
+    "swa". A tuple is repeated over the blocks."""
     block: str = "plain"
     """"plain", or memory beside attention: "mac", "mag" (gated), "mag_sum", "mal"."""
     d_k: int | None = None
@@ -75,7 +75,7 @@ class ModelConfig:
     def _check_mixer(self, rule: str | Rule) -> None:
         if isinstance(rule, str) and rule not in (*RULES, *MIXERS):
             raise ValueError(f"rule: {rule!r} is not one of {', '.join((*RULES, *MIXERS))}")
-        if rule in MIXERS:
+        if isinstance(rule, str) and rule in MIXERS:
             if self.block != "plain":
                 raise ValueError(f"rule: {rule!r} is for block='plain'; {self.block!r} has its own")
             self.attention(rule)
@@ -110,14 +110,14 @@ class ModelConfig:
     @staticmethod
     def of_depth(depth: int, **changes: Any) -> ModelConfig:
         """One dial: heads of 64 numbers, as many of them as blocks."""
-        return replace(ModelConfig(depth=depth, dim=64 * depth, heads=depth), **changes)
+        return ModelConfig(**dict(depth=depth, dim=64 * depth, heads=depth) | changes)
 
     @staticmethod
     def of_size(size: str, **changes: Any) -> ModelConfig:
         """One of the paper's sizes: 170M, 340M, 760M, 1.3B."""
         if size not in SIZES:
             raise ValueError(f"size: {size!r} is not one of {', '.join(SIZES)}")
-        return replace(ModelConfig(vocab=32_000, **SIZES[size]), **changes)
+        return ModelConfig(**dict(SIZES[size], vocab=32_000) | changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a JSON file."""
@@ -134,9 +134,9 @@ class ModelConfig:
             raise ValueError(
                 f"config: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
             )
-        rule = values.get("rule", "atlas")
-        made = [_rule_from(r) for r in rule] if isinstance(rule, list) else _rule_from(rule)
-        return ModelConfig(**values | {"rule": tuple(made) if isinstance(made, list) else made})
+        rule: Any = values.get("rule", "atlas")
+        rule = tuple(map(_rule_from, rule)) if isinstance(rule, list) else _rule_from(rule)
+        return ModelConfig(**dict(values, rule=rule))
 
 
 def _plain_rule(rule: str | Rule) -> str | dict[str, object]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from atlas_lm.models.block import BLOCKS
+from atlas_lm.models.block import BLOCKS, Block
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import summary
 from atlas_lm.nn.initialise import initialise
@@ -47,7 +47,9 @@ class LanguageModel(nn.Module):
         """Keep only what goes into each block and compute the rest again in the backward."""
         self.embedding = nn.Embedding(config.vocab, config.dim)
         block = BLOCKS[config.block]
-        self.blocks = nn.ModuleList(block(config, config.rule_of(i)) for i in range(config.depth))
+        self.blocks: list[Block] = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
+            block(config, config.rule_of(i)) for i in range(config.depth)
+        )
         self.norm = RMSNorm(config.dim)
         self.head = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
         initialise(self, branches=2 * config.depth)
@@ -79,7 +81,7 @@ class LanguageModel(nn.Module):
         mask: TokenFlag | None = None,
         reset: TokenFlag | None = None,
     ) -> tuple[Embeddings, ModelState]:
-        """What the head reads; where a few logits are wanted, `logits` of those alone is cheaper."""
+        """What the head reads: where few logits are wanted, `logits` of those alone is cheaper."""
         state = self._checked(tokens, state, mask, reset)
         x = self.embedding(tokens) * self.config.dim**0.5
         layers = []

@@ -23,9 +23,9 @@ def summary(model: LanguageModel) -> str:
     names = [name_of(config.rule_of(i)) for i in range(config.depth)]
     layers = ", ".join(f"{n} x {name}" for name, n in Counter(names).items())
     title = f"{config.block} blocks: {layers}; dim {config.dim}, {config.heads} heads"
-    growing = [n for n, r in zip(names, map(config.rule_of, range(config.depth))) if grows(r)]
+    growing = sorted({name_of(rule) for rule in config.rules if grows(rule)})
     if growing:
-        rows.append(("grows with the text", ", ".join(sorted(set(growing)))))
+        rows.append(("grows with the text", ", ".join(growing)))
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {value:>14}" for name, value in rows)])
 
@@ -59,13 +59,9 @@ def _part(name: str) -> str:
         "embedding": "embedding",
         "head": "head",
         "mlp": "feed-forward",
+        "memory": "initial memories",
+        "attention": "attention",
         "second": "attention",
     }
-    for piece in name.split("."):
-        if piece in places:
-            return places[piece]
-        if piece == "memory":
-            return "initial memories"
-        if piece == "attention":
-            return "attention"
-    return "mixers and norms"
+    found = [places[piece] for piece in name.split(".") if piece in places]
+    return found[-1] if found else "mixers and norms"

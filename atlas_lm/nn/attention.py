@@ -1,7 +1,7 @@
 """Causal softmax attention, full or over a sliding window, that can be cut anywhere.
 
-The cache holds keys before their rotation, the newest last. Every call rotates by the place in cache
-and tokens together: only distances count, and these do not grow with the tokens read.
+The cache holds keys before their rotation, the newest last. Every call rotates by the place in
+cache and tokens together: only distances count, and these do not grow with the tokens read.
 """
 
 from __future__ import annotations

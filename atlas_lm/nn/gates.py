@@ -1,7 +1,7 @@
 """How much a layer keeps, writes and listens to: gates made from its input.
 
-Every token gets its own, through a narrow map with a bias. Two of them can close: a rate of exactly 0
-writes nothing and a retention of exactly 1 forgets nothing, so that a memory can stand still over
+Every token gets its own, through a narrow map with a bias. Two of them can close: a rate of exactly
+0 writes nothing and a retention of exactly 1 forgets nothing, so that a memory can stand still over
 any number of tokens that are not worth it. A sigmoid never gets there.
 """
 
@@ -71,7 +71,7 @@ class GateMaps(nn.Module):
         one = torch.ones_like(made["rate"][..., 0])
         momentum = made["momentum"][..., 0].sigmoid() if "momentum" in made else None
         rate = made["rate"][..., 0].clamp(0, 1) * self.highest_rate(coefficients)
-        if self.rule.optimizer == "momentum":
+        if momentum is not None and self.rule.optimizer == "momentum":
             rate = rate * (1 - momentum)
         threshold = made.get("threshold")
         return Gates(

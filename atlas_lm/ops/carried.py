@@ -265,14 +265,13 @@ def _rebuild(layout: dict, tensors: dict[str, Tensor], rule: Rule | None, path) 
             return tuple(value(f"{name}.{i}", s) for i, s in enumerate(said))
         if not isinstance(said, dict):
             return said
-        if "names" in said:
-            return {key: tensors[f"{name}.{key}"] for key in said["names"]}
+        if "kind" in said:
+            prefix = f"{name}."
+            inside = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            return _rebuild(said, inside, rule, path)
         if "rule" in said:
             return _checked_rule(said["rule"], rule, path)
-        inside = {
-            n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.")
-        }
-        return _rebuild(said, inside, rule, path)
+        return {key: tensors[f"{name}.{key}"] for key in said["names"]}
 
     kind = Carried.kinds[layout["kind"]]
     return kind(**{name: value(name, said) for name, said in layout.items() if name != "kind"})

@@ -128,7 +128,7 @@ class _Book:
         last = _until(self.sentences, len(self.starts)) - 1
         spans = zip(self.starts[self.sentences].tolist(), self.stops[last].tolist(), strict=True)
         said = [" ".join(self.reading.text[start:stop].split()) for start, stop in spans]
-        new = np.cumsum([a != b for a, b in zip(said, [None, *said], strict=False)])
+        new = np.cumsum([a != b for a, b in zip(said, [None, *said[:-1]], strict=True)])
         peaks = np.maximum.reduceat(self.words["write"], self.sentences)
         found: dict[int, int] = {}
         for sentence in np.argsort(-peaks, kind="stable").tolist():
