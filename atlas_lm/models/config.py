@@ -110,7 +110,8 @@ class ModelConfig:
     @staticmethod
     def of_depth(depth: int, **changes: Any) -> ModelConfig:
         """One dial: heads of 64 numbers, as many of them as blocks."""
-        return ModelConfig(**dict(depth=depth, dim=64 * depth, heads=depth) | changes)
+        dial: dict[str, Any] = {"depth": depth, "dim": 64 * depth, "heads": depth}
+        return ModelConfig(**dial | changes)
 
     @staticmethod
     def of_size(size: str, **changes: Any) -> ModelConfig:
