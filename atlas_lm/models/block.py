@@ -10,6 +10,7 @@ All stream: `y, state = block(x, state, mask, reset)`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from atlas_lm.nn.memory import LayerState, MemoryLayer, checked
 from atlas_lm.nn.mlp import SwiGLU
 from atlas_lm.nn.norm import RMSNorm, unit
 from atlas_lm.ops.carried import Carried
-from atlas_lm.ops.pieces import cut_into_pieces
+from atlas_lm.ops.pieces import Pieces, cut_into_pieces
 from atlas_lm.ops.recall import recall
 from atlas_lm.ops.state import Recollection
 from atlas_lm.rules import Rule
@@ -153,15 +154,16 @@ class MemoryAsContext(Block):
         state = checked(self, state, x)
         position, length = state.memory.memory.position, x.shape[1]
         pieces = cut_into_pieces(position, length, mask, reset, self.config.segment)
-        parts = pieces.split(self.norm(x).unsqueeze(2)).squeeze(2)
         out = []
-        for n in range(pieces.number):
+        for n, (part, filled) in enumerate(_parts(pieces, self.norm(x))):
             begins = pieces.begins[n].rows.expand(x.shape[0])
             opens = pieces.opens_chunk[n].rows.expand(x.shape[0])
-            filled = None if pieces.filled is None else pieces.filled[:, n].expand(x.shape[0], -1)
-            y, state = self._segment(parts[n], state, filled, begins, opens)
+            y, state = self._segment(part, state, filled, begins, opens)
             out.append(y)
-        x = x + pieces.join(torch.stack(out).unsqueeze(2)).squeeze(2)
+        if pieces.alike:
+            x = x + torch.cat(out, 1)
+        else:
+            x = x + pieces.join(torch.stack(out).unsqueeze(2)).squeeze(2)
         return x + self.mlp(self.mlp_norm(x)), state
 
     def _segment(self, x: Tensor, state: ContextState, filled, begins, opens):
@@ -184,6 +186,16 @@ class MemoryAsContext(Block):
         written, layer = self.mixer(y, state.memory, filled, _at_first(begins, x))
         out = self.norms[0](y) * silu(self.norms[1](written))
         return out, ContextState(memory=layer, attention=attention, origin=origin)
+
+
+def _parts(pieces: Pieces, x: Tensor) -> Iterator[tuple[Tensor, TokenFlag | None]]:
+    """The tokens of each piece `[b l d]`, and which of its slots hold one."""
+    if pieces.alike:
+        for part in x.split(pieces.length[0].tolist(), 1):
+            yield part, None
+        return
+    for n, part in enumerate(pieces.split(x.unsqueeze(2)).squeeze(2)):
+        yield part, None if pieces.filled is None else pieces.filled[:, n]
 
 
 def _at_first(rows: Tensor, x: Tensor) -> TokenFlag:
