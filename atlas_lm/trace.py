@@ -60,17 +60,15 @@ def trace(
     finally:
         for hook in hooks:
             hook.remove()
-    # a MAC block calls its memory once a segment
-    parts = [
-        [torch.cat(p, -1) for p in zip(*map(_signals, calls), strict=True)]
-        for calls in seen.values()
-    ]
-    surprise, write, retention = (torch.stack(layer) for layer in zip(*parts, strict=True))
-    return Trace(surprise, write, retention), state
+    joined = {name: _joined(list(seen.values()), name) for name in SIGNALS}
+    if joined["write"].shape[-1] != tokens.shape[1]:
+        raise ValueError("trace: rows of a MAC model at different positions; trace them one by one")
+    return Trace(**joined), state
 
 
-def _signals(one: Trace) -> tuple[Tensor, Tensor, Tensor]:
-    return one.surprise, one.write, one.retention
+def _joined(layers: list[list[Trace]], name: str) -> Tensor:
+    """`[layers b t]`; a MAC block calls its memory once a segment."""
+    return torch.stack([torch.cat([getattr(c, name) for c in calls], -1) for calls in layers])
 
 
 def trace_layer(

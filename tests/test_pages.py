@@ -26,6 +26,7 @@ NASTY = {
     "space": "\r\n\r\n \t \u00a0\u2003lone\u2028odd\u2029\u200bspace\u3000\v\f here \r",
     "only_space": " \n\t\u3000\r\n ",
     "emoji": "👩\u200d👩\u200d👧 waves 🏳️\u200d🌈. 🙂🙂 Nai\u0308ve \U0001d4b3\U0001d4b4! " * 40,
+    "long_emoji": "🙂" * 100,
     "right_to_left": "שלום עולם. مرحبا بالعالم؟ \u202eevil\u202c done. ",
     "chinese": "道可道\uff0c非常道。名可名\uff0c非常名。「無名天地之始。」" * 80,
     "one_word": "x" * 5_000,
@@ -383,8 +384,11 @@ def test_the_script_shows_every_text_as_it_is(tmp_path):
 
 def test_the_script_lists_jumps_turns_pages_and_tells_values(tmp_path):
     text = ENGLISH[:20_000]
-    made, path = reading(text), tmp_path / "page.html"
-    made.write[100], made.surprise[500], made.retention[900:910] = 99, 99, 0.1
+    made, path = reading(text, np.arange(1, len(text) + 1)), tmp_path / "page.html"
+    words = [match.span() for match in re.finditer(r"\S{3,32}", text)]
+    planted = {"write": words[20], "surprise": words[60], "retention": words[100]}
+    for name, (start, stop) in planted.items():
+        getattr(made, name)[start:stop] = 0.1 if name == "retention" else 99
     write_page(path, made, "Topics", [])
     (seen,) = opened([path])
     expected = [[f"#{s.page}.{s.number}", [text[a:b] for a, b in s.words]] for s in strongest(made)]
@@ -396,9 +400,7 @@ def test_the_script_lists_jumps_turns_pages_and_tells_values(tmp_path):
     assert seen["first"] == f"Page 2 of {total}"
     assert seen["pages"][1].lstrip().startswith(seen["mark"])
     assert (seen["last"], seen["back"], seen["clicked"]) == (f"#{total}", f"#{total - 1}", "#1")
-    for (head, word), (name, place) in zip(
-        seen["tips"], {"write": 100, "surprise": 500, "retention": 905}.items(), strict=True
-    ):
+    for (head, word), (name, (start, stop)) in zip(seen["tips"], planted.items(), strict=True):
         assert head.startswith(f"Page 1 · {name}")
-        assert word in text[place - 30 : place + 30]
+        assert word == text[start:stop]
     assert re.fullmatch(r"\S+ · write size ≈ \S+ · surprise ≈ \S+ · retention ≈ \S+", seen["value"])
