@@ -77,7 +77,9 @@ class Attention(nn.Module):
         self.config = config
         self.project = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
-        self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim))
+        self.persistent = None
+        if config.persistent:
+            self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim))
         initialise(self)
 
     def begin(self, batch: int) -> AttentionState:
@@ -116,10 +118,10 @@ class Attention(nn.Module):
         n, t, window = keys.shape[1] - q.shape[1], q.shape[1], self.config.window
         places = torch.arange(n + t, device=q.device)
         turned, keys = _rotate(q, places[n:]), _rotate(keys, places)
-        if self.config.persistent:
+        if self.persistent is not None:
             # two halves: one meets tokens at their distance, one persistent tokens at none
             turned, keys = torch.cat([turned, q], -1), pad(keys, (0, keys.shape[-1]))
-        if n == 0 and first is None and not self.config.persistent and window is None:
+        if n == 0 and first is None and self.persistent is None and window is None:
             return _sdpa(turned, keys, values, None, causal=True)
         out = []
         for start in range(0, t, BLOCK):
@@ -143,15 +145,15 @@ class Attention(nn.Module):
 
     def _block(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
         """With the persistent tokens in front, seen by the query as it was before its rotation."""
-        count, width = self.config.persistent, values.shape[-1]
-        if count:
+        width = values.shape[-1]
+        if self.persistent is not None:
             _, k, v = self._heads(self.project(self.persistent)).unbind(1)
             k = pad(k, (k.shape[-1], 0))
             keys, values = (
                 torch.cat([own.expand(q.shape[0], *own.shape), rest], 1)
                 for own, rest in ((k.to(keys.dtype), keys), (v.to(values.dtype), values))
             )
-            visible = pad(visible, (count, 0), value=True)
+            visible = pad(visible, (len(self.persistent), 0), value=True)
         return _sdpa(q, keys, values, visible, scale=width**-0.5)
 
     def _next(self, state, cached, k: Tensor, v: Tensor, packing: Packing | None) -> AttentionState:
