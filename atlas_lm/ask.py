@@ -16,14 +16,14 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atlas_lm.generate import LIKELIEST, check_vocab, ends, finite, generate, read
+from atlas_lm.generate import LIKELIEST, check_vocab, ends, generate, read
 from atlas_lm.models.lm import LanguageModel, ModelState
 from atlas_lm.ops.files import write_whole
 from atlas_lm.text import StreamingDecoder, Tokenizer
@@ -61,7 +61,9 @@ class Task:
             raise ValueError(f"max_tokens: {self.max_tokens!r}; expected a number, 1 or more")
         _check_templates(self.templates)
         if not _are_texts(self.stop) or not all(self.stop):
-            raise ValueError(f"stop: {self.stop!r}; expected a list of one text or more, none empty")
+            raise ValueError(
+                f"stop: {self.stop!r}; expected a list of one text or more, none empty"
+            )
         self._check_answers()
 
     def _check_answers(self) -> None:
@@ -84,7 +86,7 @@ class Task:
             )
 
     def prompt(self, question: str, template: str | None = None) -> str:
-        """What is read before the answer; the question stands in it as it is, braces too."""
+        """What is read before the answer; braces in a question are letters like any other."""
         question = question.strip()
         if not question:
             raise ValueError("question: empty; ask something")
@@ -222,7 +224,7 @@ def _log_probabilities(
     if ids.shape[1] > 1:
         # no mask: what fills a row comes after its last token, and so changes nothing before
         x, _ = model.encode(ids[:, :-1], state.expand(len(rows)))
-        after = finite(model.logits(x), "within the answers").double().log_softmax(-1)
+        after = model.logits(x).double().log_softmax(-1)
         found.append(after.gather(-1, ids[:, 1:, None]).squeeze(-1))
     return torch.where(counts, torch.cat(found, 1), 0).sum(1)
 
@@ -262,7 +264,7 @@ def _known(said: Any) -> dict[str, Any]:
     unknown = [name for name in said if name not in known]
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: unknown; known are {', '.join(known)}")
-    needed = ("templates", "stop", "max_tokens", "answers", "not_told")
+    needed = [f.name for f in fields(Task) if f.default is MISSING]
     missing = [name for name in needed if name not in said]
     if missing:
         raise ValueError(f"{', '.join(missing)}: missing; a task has {', '.join(needed)}")

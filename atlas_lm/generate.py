@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from atlas_lm.models.lm import LanguageModel, ModelState
 from atlas_lm.text import CONTEXT, StreamingDecoder, Tokenizer
@@ -26,9 +27,10 @@ def read(
 ) -> tuple[Tensor, ModelState]:
     """The logits `[vocab]` after the last token, and the state of one row that has read them all.
 
-    Memory does not grow with the tokens. A segment ends where the row's position is a multiple of
-    `segment`: on a CPU the last bits depend on the cuts, and so these are the same whether a
-    reading was interrupted or not. `progress` is told, after each, how many tokens were read.
+    It takes no more memory for more tokens, unless the state itself grows. A segment ends where
+    the row's position is a multiple of `segment`: on a CPU the last bits depend on the cuts, and
+    so a reading that went on after one is the same as one without a pause. `progress` is told,
+    after each, how many tokens were read.
     """
     ids = _whole_numbers(tokens)
     if segment < 1:
@@ -47,16 +49,13 @@ def read(
             "read: no tokens, and so none after which there are logits (a state keeps memories, "
             "not logits); give one token or more"
         )
-    return finite(model.logits(x[0, -1]), f"after token {position + done}"), state
-
-
-def finite(logits: Tensor, where: str) -> Tensor:
-    """The logits, after a look at all of them."""
+    logits = model.logits(x[0, -1])
     if not logits.isfinite().all():
         raise ValueError(
-            f"the model's logits {where} are not all finite; its weights or the memory are damaged"
+            f"read: the logits after token {position + done} are not all finite; the model's "
+            "weights or the memory are damaged"
         )
-    return logits
+    return logits, state
 
 
 # Drawing
@@ -95,9 +94,10 @@ class Sampling:
         if self.top_k is None and self.top_p == 1:
             return found
         found, order = found.sort(descending=True, stable=True)
-        found[self.top_k :] = 0
+        if self.top_k is not None:
+            found[self.top_k :] = 0
         if self.top_p < 1:
-            before = found.cumsum(0) - found
+            before = pad(found.cumsum(0)[:-1], (1, 0))
             found[before >= self.top_p * found.sum()] = 0
         return torch.zeros_like(found).scatter_(0, order, found / found.sum())
 
@@ -198,9 +198,9 @@ def stream_text(
     if not prompt and state is None and tokenizer.end is not None:
         prompt = [tokenizer.end]
     if not prompt:
-        why = "this tokenizer has no token that ends a document" if state is None else "with a state"
         raise ValueError(
-            f"text: {text!r} has no tokens, and {why} there is nothing to go on from; give a text"
+            f"text: {text!r} has no tokens to go on from; give a text (without one, only a new "
+            "document can begin, with no state and a tokenizer that has a token to end one)"
         )
     drawn = generate(
         model, prompt, state, max_tokens=max_tokens, sampling=sampling, stop=ends(tokenizer)

@@ -1,5 +1,9 @@
 import pytest
 import torch
+from torch.utils._device import _device_constructors
+
+# `with torch.device(...)` remembers which functions make tensors: the ones before they are poisoned
+_device_constructors()
 
 
 @pytest.fixture(autouse=True)

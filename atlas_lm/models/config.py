@@ -54,7 +54,7 @@ class ModelConfig:
     """Learned tokens that attention always sees."""
     mlp: int | None = None
     """Hidden width of the feed-forward layers; None: 8/3 dim, rounded up to a multiple of 32."""
-    tied: bool = True
+    tied: bool = False
     """The head reads with the embedding's weights."""
     impl: Impl = "auto"
 

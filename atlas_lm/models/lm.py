@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from atlas_lm.models.block import BLOCKS, Block
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import summary
-from atlas_lm.nn.initialise import initialise
+from atlas_lm.nn.initialise import initialise, quiet_head
 from atlas_lm.nn.norm import RMSNorm
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.validation import looks_at_values
@@ -53,6 +53,7 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.dim)
         self.head = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
         initialise(self, branches=2 * config.depth)
+        quiet_head(self.norm, self.head)
 
     def begin(self, batch: int = 1) -> ModelState:
         """The state before the first token."""

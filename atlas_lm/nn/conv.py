@@ -29,6 +29,7 @@ class ShortConv(nn.Module):
             term = both[:, n - back : n - back + t] * self.weight[back]
             y = y + (term if packing is None else self._inside(term, back, packing))
         tail = last_tokens(tail, packed, packing)
+        y = y.to(x.dtype)
         return (y if packing is None else packing.unpack(y)), tail
 
     @staticmethod

@@ -11,8 +11,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from atlas_lm.nn.norm import RMSNorm
+
 GATE_SPREAD = 0.1
 """Standard deviation of a gate's map around its bias, in units of the map."""
+
+
+@torch.no_grad()
+def quiet_head(norm: RMSNorm, head: nn.Linear | None) -> None:
+    """Nearly equal logits: a tied head would otherwise bet on the token it has just read."""
+    if head is None:
+        norm.weight.fill_(norm.weight.shape[0] ** -0.5)
+    else:
+        nn.init.normal_(head.weight, std=1 / head.in_features)
 
 
 @torch.no_grad()

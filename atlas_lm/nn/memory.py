@@ -8,6 +8,7 @@ out    linear(norm(y) * SiLU(linear(x)))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import factorial
 
@@ -166,7 +167,7 @@ class MemoryLayer(nn.Module):
         if mask is not None:
             x = torch.where(mask[..., None], x, 0)
         q, k, v, gates, tail = self.write_inputs(x, state.tail, Packing.of(mask, reset))
-        y, memory = memorize(
+        y, memory = operation()(
             q,
             k,
             v,
@@ -193,6 +194,15 @@ class MemoryLayer(nn.Module):
             for part in silu(mixed).split(self.sizes, -1)
         )
         return unit(q), unit(k), v, self.gates(x, self.coefficients), tail
+
+
+def operation() -> Callable:
+    """`memorize`, as a step of its own where a model is compiled."""
+    if not torch.compiler.is_compiling():
+        return memorize
+    from atlas_lm.ops import uncompiled
+
+    return uncompiled.memorize
 
 
 def checked(layer, state, x: Tensor):

@@ -13,7 +13,7 @@ from atlas_lm.ops.exponential import memorize_exponential
 from atlas_lm.ops.features import default_coefficients, features_of
 from atlas_lm.ops.gradients import hides_parameters
 from atlas_lm.ops.networks import SLOW, past_widths
-from atlas_lm.ops.precision import product_for, state_dtype
+from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.reference import memorize_reference
 from atlas_lm.ops.segments import Outer
 from atlas_lm.ops.state import Gates, MemoryState, Tokens
@@ -69,7 +69,8 @@ def memorize(
     learned = [*weights.values(), *slow.values(), coefficients]
     given = [q, k, v, *gates, *learned, *state.tensors().values()]
     tracked = hidden or any(x.requires_grad for x in given if x is not None)
-    with torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
+    tracked = tracked and torch.is_grad_enabled()
+    with torch.set_grad_enabled(tracked), without_autocast(q.device):
         if impl == "reference":
             y, state = memorize_reference(tokens, outer, state)
         else:

@@ -6,6 +6,7 @@ and only the operands of matrix products are rounded, in every derivative too.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -16,6 +17,13 @@ from atlas_lm.shapes import Product
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def without_autocast(device: torch.device):
+    """What is rounded is decided here, not by autocast."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def product_for(dtype: torch.dtype) -> Product:

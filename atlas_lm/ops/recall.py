@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atlas_lm.ops.features import default_coefficients, features_of
 from atlas_lm.ops.networks import SLOW, add_residual, network_of, normalized
-from atlas_lm.ops.precision import product_for, state_dtype
+from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.snapshot import Snapshot, SnapshotMaps
 from atlas_lm.ops.state import MemoryState, Recollection, part_of
 from atlas_lm.rules import Rule
@@ -22,6 +22,11 @@ def recall(
     coefficients: Tensor | None = None,
 ) -> Values:
     """M_W(q) for every query, W the memory in `state`; gain and residual come from `weights`."""
+    with without_autocast(q.device):
+        return _recall(q, weights, rule, state, coefficients)
+
+
+def _recall(q, weights, rule, state, coefficients) -> Values:
     dtype, product = state_dtype(q.dtype), product_for(q.dtype)
     x = rearrange(q, "b t h k -> b h t k").to(dtype)
     slow = {n: w.to(dtype) for n, w in weights.items() if n in SLOW}

@@ -1,9 +1,4 @@
-"""The correctness contract, for the rules of this library and for yours.
-
-    check_rule(Rule(network=my_network, objective=my_loss))
-
-Everything in float64 on the CPU, values and gradients; a failure says what differs and by how much.
-"""
+"""The contract of a rule: what `memorize` must do with it."""
 
 from __future__ import annotations
 
@@ -283,13 +278,13 @@ def assert_close(found, expected, what: str, perturbed=None, exact: bool = False
         )
         if x.numel() == 0:
             continue
-        difference = float((found[name].double() - x.double()).abs().max())
-        allowed = 0.0 if exact else 1e-9 * (1 + float(x.abs().max()))
+        difference = float((found[name].double() - x.double()).detach().abs().max())
+        allowed = 0.0 if exact else 1e-9 * (1 + float(x.detach().abs().max()))
         if difference <= allowed:
             continue
         if perturbed is not None:
             moved = moved or perturbed()
-            allowed = max(allowed, 20 * float((moved[name] - x).abs().max()))
+            allowed = max(allowed, 20 * float((moved[name] - x).detach().abs().max()))
         assert difference <= allowed, (
             f"{what}: {name} differs by {difference:.3g}, allowed {allowed:.3g}"
         )

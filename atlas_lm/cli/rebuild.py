@@ -1,0 +1,42 @@
+"""`atlas-lm rebuild`: the texts of a memory read again with another model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuild:
+    """Read all texts of a memory again, with another model.
+
+    They must lie where they lay, unchanged. Like `read`, it goes on after it was stopped.
+    """
+
+    memory: Annotated[Path, arg(metavar="FILE")]
+    """The memory, of whatever model."""
+    model: Annotated[Path, arg(metavar="DIR")]
+    """Folder of the model to read with."""
+    out: Annotated[Path, arg(metavar="FILE")]
+    """The new memory file."""
+    restart: FlagCreatePairsOff[bool] = False
+    """Discard what an unfinished reading left, and begin anew."""
+
+    def run(self) -> None:
+        from atlas_lm.cli.show import Bar, show_report
+        from atlas_lm.models import load_model
+        from atlas_lm.reading import rebuild
+        from atlas_lm.text import load_tokenizer
+
+        model, tokenizer = load_model(self.model), load_tokenizer(self.model)
+        with Bar(self.memory.name) as bar:
+            report = rebuild(
+                model, tokenizer, self.memory, self.out, restart=self.restart, progress=bar.show
+            )
+        if report.already:
+            print(f"{self.out}: already has the texts of {self.memory}, read with this model")
+        else:
+            show_report(report, self.out)
