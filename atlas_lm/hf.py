@@ -287,7 +287,7 @@ class AtlasLMForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embedding = super().resize_token_embeddings(*args, **kwargs)
-        pass
+        self.model.config = self.config.model
         return embedding
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:

@@ -100,8 +100,8 @@ class _Plan:
     texts: tuple[TextFile, ...]
     start: Memory
     target: Path
-    segment: int = SEGMENT
-    every: float = EVERY
+    segment: int
+    every: float
     journal: bool = True
 
     def __post_init__(self) -> None:
@@ -191,6 +191,8 @@ def rebuild(
     memory: str | os.PathLike,
     out: str | os.PathLike,
     *,
+    segment: int = SEGMENT,
+    every: float = EVERY,
     restart: bool = False,
     progress: Callable[[Step], None] | None = None,
 ) -> ReadReport:
@@ -199,7 +201,7 @@ def rebuild(
     texts = tuple(_unchanged(text, memory) for text in load_about(memory).texts)
     if not texts:
         raise ValueError(f"{memory}: has no journal: it has not read any text to its end")
-    plan = _Plan(texts, Memory.begin(model, tokenizer), Path(out))
+    plan = _Plan(texts, Memory.begin(model, tokenizer), Path(out), segment, every)
     if not plan.target.exists():
         return _carry_out(model, tokenizer, plan, restart, progress)
     if load_about(out).reading != plan.reading:

@@ -12,7 +12,9 @@ def _uninitialised_memory_is_nan(monkeypatch):
     empty, empty_like = torch.empty, torch.empty_like
 
     def poison(x: torch.Tensor) -> torch.Tensor:
-        return x.fill_(float("nan")) if x.is_floating_point() else x
+        if x.is_floating_point():
+            x.detach().fill_(float("nan"))
+        return x
 
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))

@@ -178,6 +178,7 @@ def test_a_cache_copies_and_forgets_though_it_has_a_graph():
     cache = made()(tokens()).past_key_values
     assert any(t.requires_grad for t in cache.state.tensors().values())
     copied = copy.deepcopy(cache)
+    assert copied.state.position is not cache.state.position
     cache.reset()
     assert (cache.get_seq_length(), cache.nbytes, len(cache), cache.batch_size) == (0, 0, 0, -1)
     assert (copied.get_seq_length(), len(copied), copied.batch_size) == (PROMPT, 2, 2)

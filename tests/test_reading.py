@@ -1,18 +1,18 @@
 """Texts into memories: killed anywhere, the same memory in the end; whose memory it is."""
 
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from atlas_lm import RULES, LanguageModel, MemoryState, ModelConfig, ModelState, save_model
+from atlas_lm import RULES, LanguageModel, ModelConfig, save_model
 from atlas_lm import reading as module
 from atlas_lm.memory import load_about
 from atlas_lm.reading import load_memory, read_file, rebuild
@@ -22,8 +22,8 @@ from atlas_lm.trace import watch_retention
 TITANS, DELTA = (replace(RULES[name], chunk=16) for name in ("titans", "delta_net"))
 BYTES = ByteTokenizer()
 TEXT = topics["assert"] + "Überraschung: 漢字 😀.\n" + topics["break"]
-SEGMENT = 500
-"""No multiple of a chunk; the text has five of them."""
+SEGMENT = 300
+"""No multiple of a chunk; the text has more than five of them."""
 
 
 def made(seed: int = 0, **changes) -> LanguageModel:
@@ -49,8 +49,9 @@ def second(tmp_path) -> Path:
     return path
 
 
-def read(book: Path, memory: Path, model: LanguageModel = MODEL, **options):
-    return read_file(model, BYTES, book, memory, **{"segment": SEGMENT, "every": 0} | options)
+def read(book: Path, memory: Path, model: LanguageModel = MODEL, **options: Any):
+    often: dict[str, Any] = {"segment": SEGMENT, "every": 0}
+    return read_file(model, BYTES, book, memory, **often | options)
 
 
 def content(path: Path) -> str:
@@ -158,7 +159,7 @@ def test_progress_tells_bytes_and_tokens(book, tmp_path):
 
 BLOCKS = {
     "plain": MODEL,
-    "mac": made(rule=TITANS, block="mac", segment=16),
+    "mac": made(rule=TITANS, block="mac", segment=64, depth=1),
     "attention": made(rule=(TITANS, "swa"), window=32),
 }
 
@@ -198,7 +199,7 @@ def test_a_state_that_goes_on_lies_in_memory_as_a_loaded_one(book, tmp_path):
 
     def look(model, tokens, reached):
         seen.append({n: (t.stride(), t.dtype) for n, t in reached.state.tensors().items()})
-        assert all(t.data_ptr() % 64 == 0 or not t.numel() for t in reached.state.tensors().values())
+        assert not any(t.data_ptr() % 64 for t in reached.state.tensors().values() if t.numel())
         return run(model, tokens, reached)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -222,7 +223,7 @@ folder, model, left = Path(sys.argv[1]), load_model(sys.argv[2]), 10**9
 
 def read(memory):
     again = memory.name.startswith("again")
-    read_file(model, ByteTokenizer(), folder / "book.txt", memory, segment=500, every=0,
+    read_file(model, ByteTokenizer(), folder / "book.txt", memory, segment=900, every=0,
               again=again, progress=lambda _: count())
 
 def count():
@@ -280,7 +281,7 @@ def test_a_real_kill_at_any_moment_changes_nothing(book, tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert all(int(moments) > 30 for moments in done.stdout.split())
+    assert all(int(moments) > 20 for moments in done.stdout.split())
 
 
 def test_an_interrupted_reading_is_saved(book, tmp_path):
@@ -289,7 +290,7 @@ def test_an_interrupted_reading_is_saved(book, tmp_path):
             raise KeyboardInterrupt
 
     expected = read(book, tmp_path / "whole").memory.fingerprint
-    with pytest.raises(KeyboardInterrupt, match=r"1,000 tokens, kept in .*memory\.part; the same"):
+    with pytest.raises(KeyboardInterrupt, match=r"600 tokens, kept in .*memory\.part; the same"):
         read(book, tmp_path / "memory", every=1e9, progress=interrupt)
     assert names(tmp_path) == ["book.txt", "memory.part", "whole"]
     assert read(book, tmp_path / "memory").tokens == len(TEXT.encode()) - 2 * SEGMENT
@@ -316,31 +317,27 @@ def unfinished(book: Path, memory: Path, model: LanguageModel = MODEL) -> bytes:
 
 
 OTHERS = {
-    "text": (lambda book, memory: book.write_text(TEXT + "more"), "of another text"),
-    "memory": (lambda book, memory: read(book, memory, again=True), "that began with another"),
-    "segment": (None, "in segments of 500 tokens, not 400"),
+    "text": ({"text": TEXT + "more"}, "of another text"),
+    "memory": ({"start": True}, "that began with another memory than .*memory is now"),
+    "segment": ({"segment": 400}, "in segments of 300 tokens, not 400"),
 }
 
 
 @pytest.mark.parametrize(("change", "match"), OTHERS.values(), ids=OTHERS.keys())
-def test_an_unfinished_reading_of_something_else_is_refused(change, match, book, tmp_path):
-    memory = tmp_path / "memory"
-    part = unfinished(book, memory)
-    if change is None:
-        options = {"segment": 400}
-    else:
-        options = {}
-        (tmp_path / "aside").write_bytes(part)
-        memory.with_name("memory.part").unlink()
-        change(book, memory)
-        memory.with_name("memory.part").write_bytes(part)
+def test_an_unfinished_reading_of_something_else_is_refused(change, match, book, second, tmp_path):
+    memory, part = tmp_path / "memory", tmp_path / "memory.part"
+    left, change = unfinished(book, memory), dict(change)
+    book.write_text(change.pop("text", TEXT), "utf-8")
+    if change.pop("start", False):
+        read(second, tmp_path / "other").memory.save(memory)
     before = memory.read_bytes() if memory.exists() else None
     with pytest.raises(ValueError, match=rf"part: an unfinished reading {match}.*--restart"):
-        read(book, memory, again=True, **options)
-    assert memory.with_name("memory.part").read_bytes() == part
+        read(book, memory, **change)
+    assert part.read_bytes() == left
     assert (memory.read_bytes() if memory.exists() else None) == before
-    assert not read(book, memory, again=True, restart=True, **options).already
-    assert not memory.with_name("memory.part").exists()
+    report = read(book, memory, restart=True, **change)
+    assert report.tokens == book.stat().st_size
+    assert not part.exists()
 
 
 def test_an_unfinished_reading_of_another_model_is_refused(book, tmp_path):
@@ -434,19 +431,19 @@ def test_all_texts_are_read_again_with_another_model(book, second, tmp_path):
         rebuild(other, BYTES, tmp_path / "old", tmp_path / "old")
 
 
-def test_a_killed_rebuild_goes_on(book, second, tmp_path, monkeypatch):
-    monkeypatch.setattr(module._Plan, "every", 0)
-    monkeypatch.setattr(module._Plan, "segment", SEGMENT)
-    monkeypatch.setattr(module._Plan.__init__, "__defaults__", (SEGMENT, 0, True))
+def test_a_killed_rebuild_goes_on(book, second, tmp_path):
+    options: dict[str, Any] = {"segment": SEGMENT, "every": 0}
     for text in (book, second):
         read(text, tmp_path / "old")
     steps = []
-    whole = rebuild(MODEL, BYTES, tmp_path / "old", tmp_path / "whole", progress=steps.append)
+    old = tmp_path / "old"
+    whole = rebuild(MODEL, BYTES, old, tmp_path / "all", progress=steps.append, **options)
     for at in range(len(steps)):
+        new = tmp_path / f"new{at}"
         with pytest.raises(Killed):
-            rebuild(MODEL, BYTES, tmp_path / "old", tmp_path / f"new{at}", progress=killing(at))
-        rebuild(MODEL, BYTES, tmp_path / "old", tmp_path / f"new{at}")
-        assert content(tmp_path / f"new{at}") == whole.memory.fingerprint
+            rebuild(MODEL, BYTES, old, new, progress=killing(at), **options)
+        rebuild(MODEL, BYTES, old, new, **options)
+        assert content(new) == whole.memory.fingerprint
 
 
 def test_a_rebuild_begins_only_when_all_texts_are_as_they_were(book, second, tmp_path):
@@ -486,7 +483,7 @@ def test_a_full_disk_leaves_the_old_memory(moment, book, second, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="no space for its .* bytes; the file is as it was"):
+        with pytest.raises(OSError, match=r"no space for its .* bytes; the file is as it was"):
             read(book, tmp_path / "memory")
     assert (tmp_path / "memory").read_bytes() == old
     assert [name for name in names(tmp_path) if name.startswith(".")] == []

@@ -84,12 +84,14 @@ def _parsed(args: list[str]) -> Command | None:
 
 
 def _unboxed(text: str) -> str:
-    """A complaint of tyro's, a box of several paragraphs, as one line: its first and its last."""
-    lines = [line.strip(" │╭╮╰╯") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-    sections = re.split(r"─{3,}", "\n".join(lines[1:]))
-    first, *_, last = [part.strip() for part in sections if part.strip()]
-    complaint, advice = (" ".join(part.split()) for part in (first.split("\n\n")[0], last))
-    return f"{complaint.rstrip('.')}. {advice}"
+    """A complaint of tyro's, a box with a title and several sections, as one line: the first
+    paragraph, and the last section, which says where there is help."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    plain = re.sub("[│╭╮╰╯]", " ", plain)
+    parts = [part.strip() for part in re.split("─+|-{3,}", plain) if part.strip()]
+    sections = parts[1:] or [plain.strip()]
+    complaint = re.split(r"\n\s*\n", sections[0])[0]
+    return ". ".join(" ".join(part.split()).rstrip(".") for part in (complaint, sections[-1]))
 
 
 def _told(error: Exception) -> str:
