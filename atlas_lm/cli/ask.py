@@ -39,13 +39,14 @@ class Ask:
         task = Task.load(self.model)
         model, tokenizer = load_model(self.model), load_tokenizer(self.model)
         state = load_memory(self.memory, model, tokenizer).state
-        answers = {}
-        for question in self.questions:
-            answers[question] = ask_both(model, tokenizer, task, question, state, self.template)
+        answers = [
+            (question, *ask_both(model, tokenizer, task, question, state, self.template))
+            for question in self.questions
+        ]
         if self.json:
-            print(json.dumps([_plain(q, *pair) for q, pair in answers.items()], indent=2))
+            print(json.dumps([_plain(*each) for each in answers], indent=2))
             return
-        for question, (memory, empty) in answers.items():
+        for question, memory, empty in answers:
             print(question)
             print(f"  {_line(memory)}")
             print(f"  empty memory: {_line(empty)}")
