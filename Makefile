@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-slow quickstart bench wheel check-wheel constraints format clean
+.PHONY: help venv test test-slow quickstart bench bench-generation wheel check-wheel constraints format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@# The build backend first: without build isolation it too follows constraints.txt.
 	@$(BIN)/pip install $(PIP_FLAGS) editables hatchling
-	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[dev,oracle]'
+	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[dev,oracle,text,hf]'
 	@touch $@
 
 $(READY_BENCH): $(READY)
@@ -43,6 +43,9 @@ quickstart: $(READY)  ## run examples/quickstart.py
 bench: $(READY_BENCH)  ## run the CPU benchmarks
 	@$(BIN)/python -m benchmarks.cpu
 
+bench-generation: $(READY)  ## cost of a token after 1,000 and 100,000; a book read into a memory
+	@$(BIN)/python -m benchmarks.generation
+
 wheel: $(READY)  ## build the wheel into dist/
 	@rm -rf dist
 	@$(BIN)/python -m build --wheel --no-isolation
@@ -62,7 +65,7 @@ constraints:  ## pin the newest versions anew (torch stays: change its pin by ha
 	$(PYTHON) -m venv "$$tmp/venv"; \
 	pip="$$tmp/venv/bin/pip"; \
 	"$$pip" install -qq -c "$$tmp/torch.txt" editables hatchling; \
-	"$$pip" install -qq -c "$$tmp/torch.txt" --no-build-isolation -e '.[dev,oracle,bench]'; \
+	"$$pip" install -qq -c "$$tmp/torch.txt" --no-build-isolation -e '.[dev,oracle,text,hf,bench]'; \
 	{ sed -n '/^#/p' constraints.txt; \
 	  "$$pip" freeze --all --exclude pip --exclude atlas-lm | sed 's/+.*//'; } > "$$tmp/new.txt"; \
 	cp "$$tmp/new.txt" constraints.txt

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from atlas_lm.cli.model import Device, open_model
+
 if TYPE_CHECKING:
     from atlas_lm.ask import Answer
 
@@ -27,17 +29,16 @@ class Ask:
     """Which prompt of the model's task.json to ask with; the first if not given."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON."""
+    device: Device = None
 
     def run(self) -> None:
         from atlas_lm.ask import Task, ask_both
-        from atlas_lm.models import load_model
         from atlas_lm.reading import load_memory
-        from atlas_lm.text import load_tokenizer
 
         if not self.questions:
             raise ValueError("no question; give one or more, each in quotation marks")
         task = Task.load(self.model)
-        model, tokenizer = load_model(self.model), load_tokenizer(self.model)
+        model, tokenizer = open_model(self.model, self.device)
         state = load_memory(self.memory, model, tokenizer).state
         answers = [
             (question, *ask_both(model, tokenizer, task, question, state, self.template))

@@ -9,6 +9,8 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from atlas_lm.cli.model import Device, open_model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
@@ -32,12 +34,11 @@ class Generate:
     """Draw only from the likeliest tokens that have this probability together."""
     seed: Annotated[int | None, arg(metavar="N")] = None
     """The same seed writes the same text; without it, another each time."""
+    device: Device = None
 
     def run(self) -> None:
         from atlas_lm.generate import Sampling, stream_text
-        from atlas_lm.models import load_model
         from atlas_lm.reading import load_memory
-        from atlas_lm.text import load_tokenizer
 
         prompt = self._prompt()
         sampling = Sampling(
@@ -46,7 +47,7 @@ class Generate:
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=secrets.randbits(32) if self.seed is None else self.seed,
         )
-        model, tokenizer = load_model(self.model), load_tokenizer(self.model)
+        model, tokenizer = open_model(self.model, self.device)
         state = None if self.memory is None else load_memory(self.memory, model, tokenizer).state
         pieces = stream_text(
             model, tokenizer, prompt, state, max_tokens=self.max_tokens, sampling=sampling

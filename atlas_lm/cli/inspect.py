@@ -8,6 +8,8 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from atlas_lm.cli.model import Device
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
@@ -24,6 +26,7 @@ class Inspect:
     """Of a text: write a web page that shows every word."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON."""
+    device: Device = None
 
     def run(self) -> None:
         if _is_safetensors(self.file):
@@ -37,7 +40,7 @@ class Inspect:
                 raise ValueError(f"{self.file}: no memory file; to read it as a text, give --model")
             from atlas_lm.cli.inspect_text import inspect_text
 
-            inspect_text(self.file, self.model, self.html, self.json)
+            inspect_text(self.file, self.model, self.device, self.html, self.json)
 
 
 def _is_safetensors(path: Path) -> bool:

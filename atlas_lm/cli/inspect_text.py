@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from atlas_lm.cli.model import open_model
 from atlas_lm.cli.show import Bar
 from atlas_lm.generate import check_vocab
-from atlas_lm.models import LanguageModel, load_model
+from atlas_lm.models import LanguageModel
 from atlas_lm.models.summary import size_text
 from atlas_lm.reading import Step
 from atlas_lm.report.pages import Reading, Sentence, strongest, write_page
@@ -20,7 +21,6 @@ from atlas_lm.text import (
     TextFile,
     Tokenizer,
     check_text,
-    load_tokenizer,
     token_segments,
 )
 from atlas_lm.trace import SIGNALS, trace
@@ -31,12 +31,14 @@ SHOWN = 100
 """Characters of a sentence in the list."""
 
 
-def inspect_text(path: Path, folder: Path, html: Path | None, as_json: bool) -> None:
+def inspect_text(
+    path: Path, folder: Path, device: str | None, html: Path | None, as_json: bool
+) -> None:
     """Read a text with an empty memory and show where that was written to."""
     if html is not None and not html.absolute().parent.is_dir():
         raise FileNotFoundError(f"{html.absolute().parent}: no such folder to put the page in")
     text = check_text(path)
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    model, tokenizer = open_model(folder, device)
     with Bar(path.name) as bar:
         reading = read_traced(model, tokenizer, text, bar.show)
     found = strongest(reading)
@@ -70,11 +72,12 @@ def read_traced(
     decoder, state, count, ends = StreamingDecoder(tokenizer), None, 0, []
     pieces: list[str] = []
     values: dict[str, list[np.ndarray]] = {name: [] for name in SIGNALS}
+    device = next(model.parameters()).device
     progress(Step(0, text.size, 0))
     for segment in token_segments(text, tokenizer, SEGMENT):
-        traced, state = trace(model, torch.tensor([segment.tokens]), state)
+        traced, state = trace(model, torch.tensor([segment.tokens], device=device), state)
         for name, parts in values.items():
-            parts.append(getattr(traced, name)[:, 0].mean(0).numpy())
+            parts.append(getattr(traced, name)[:, 0].mean(0).cpu().numpy())
         for token in segment.tokens:
             pieces.append(decoder.push(token))
             count += len(pieces[-1])

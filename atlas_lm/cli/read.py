@@ -8,6 +8,8 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from atlas_lm.cli.model import Device, open_model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
@@ -33,14 +35,13 @@ class Read:
     """Read the text even if it is the last one that the memory has read."""
     journal: bool = True
     """Write into the memory where the text lies, so that `atlas-lm rebuild` finds it."""
+    device: Device = None
 
     def run(self) -> None:
         from atlas_lm.cli.show import Bar, show_report
-        from atlas_lm.models import load_model
         from atlas_lm.reading import read_file
-        from atlas_lm.text import load_tokenizer
 
-        model, tokenizer = load_model(self.model), load_tokenizer(self.model)
+        model, tokenizer = open_model(self.model, self.device)
         with Bar(self.book.name) as bar:
             report = read_file(
                 model,

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
+from atlas_lm.cli.model import Device, open_model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rebuild:
@@ -24,14 +26,13 @@ class Rebuild:
     """The new memory file."""
     restart: FlagCreatePairsOff[bool] = False
     """Discard what an unfinished reading left, and begin anew."""
+    device: Device = None
 
     def run(self) -> None:
         from atlas_lm.cli.show import Bar, show_report
-        from atlas_lm.models import load_model
         from atlas_lm.reading import rebuild
-        from atlas_lm.text import load_tokenizer
 
-        model, tokenizer = load_model(self.model), load_tokenizer(self.model)
+        model, tokenizer = open_model(self.model, self.device)
         with Bar(self.memory.name) as bar:
             report = rebuild(
                 model, tokenizer, self.memory, self.out, restart=self.restart, progress=bar.show
