@@ -374,9 +374,9 @@ def test_shapes_are_checked_even_where_values_are_not():
 
 def test_a_gpu_waits_for_the_checks_of_values_only_if_asked(monkeypatch):
     gpu = torch.device("cuda")
-    assert not validation._looks_at_values(gpu)
+    assert not validation.looks_at_values(gpu)
     monkeypatch.setenv("ATLAS_LM_CHECK_VALUES", "1")
-    assert validation._looks_at_values(gpu)
+    assert validation.looks_at_values(gpu)
 
 
 # What is accepted

@@ -32,8 +32,8 @@ def test_modules_say_what_they_are():
 
 
 def test_importing_brings_no_optional_package():
-    optional = ("triton", "transformers", "fla")
-    code = f"import atlas_lm, sys; print([m for m in {optional} if m in sys.modules])"
+    optional = ("triton", "transformers", "tokenizers", "fla")
+    code = f"from atlas_lm import *; import sys; print([m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

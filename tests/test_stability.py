@@ -40,13 +40,13 @@ def check_alive(name: str, tokens: int) -> None:
     torch.manual_seed(1)
     layer = MemoryLayer(MemoryConfig(dim=DIM, rule=name, heads=1, d_k=8))
     begun = layer.begin(3)
-    state, before, after = begun, torch.zeros(3), torch.zeros(3)
-    for x in segments(tokens):
+    entered = state = begun
+    last = torch.empty(0)
+    for last in segments(tokens):
         entered = state
-        y, state = layer(x, entered)
+        y, state = layer(last, entered)
         assert y.isfinite().all()
         assert y.abs().max() < 100
-        last = x
     before, after = losses(layer, last, entered)
     assert after[NOISE] < before[NOISE], "a write must lower the loss of what it writes"
     # before a write of the same token stands what was after the last: nothing may grow

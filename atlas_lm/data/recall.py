@@ -17,7 +17,7 @@ from atlas_lm.models.lm import NO_TARGET
 def associative_recall(
     batch: int, pairs: int, vocab: int, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and targets `[b 3*pairs]`; keys from the lower half of the vocabulary, no key twice."""
+    """Tokens and targets `[b 3*pairs]`; keys, each once, from the vocabulary's lower half."""
     half = vocab // 2
     if not 1 <= pairs <= half:
         raise ValueError(f"pairs: {pairs} different keys do not fit the {half} of vocab={vocab}")
