@@ -7,20 +7,22 @@ from atlas_lm import RULES, LanguageModel, ModelConfig
 from atlas_lm.data.recall import associative_recall
 from atlas_lm.models.lm import NO_TARGET
 
-VOCAB = 64
+SMALL = {"vocab": 32, "dim": 64, "d_k": None}
+"""Learns four pairs in a few hundred steps."""
+NARROW = {"vocab": 64, "dim": 32, "d_k": 8}
+"""Every rule is cheap."""
 
 
 def trained(
-    rule, steps: int, pairs: int, rate: float = 5e-3, low: str | None = None, batch: int = 16
+    rule, sizes: dict, steps: int, pairs: int, low: str | None = None, batch: int = 32
 ) -> tuple[list[float], float]:
     """Losses on the way, and the share of answers that are right at the end."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    config = ModelConfig(vocab=VOCAB, dim=32, depth=2, heads=2, d_k=8, rule=rule, window=16)
-    model = LanguageModel(config)
+    model = LanguageModel(ModelConfig(depth=2, heads=2, rule=rule, window=16, **sizes))
     if low == "parameters":
         model = model.bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0, betas=(0.9, 0.95))
 
     def factor(step: int) -> float:
         return min(1, (step + 1) / 50) * max(0.05, 1 - step / steps)
@@ -28,7 +30,7 @@ def trained(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     losses = []
     for _ in range(steps):
-        tokens, targets = associative_recall(batch, pairs, VOCAB, generator)
+        tokens, targets = associative_recall(batch, pairs, model.config.vocab, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=low == "autocast"):
             loss, _ = model.loss(tokens, targets)
         optimizer.zero_grad()
@@ -42,7 +44,8 @@ def trained(
 
 @torch.no_grad()
 def accuracy(model: LanguageModel, pairs: int, low: str | None) -> float:
-    tokens, targets = associative_recall(256, pairs, VOCAB, torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    tokens, targets = associative_recall(256, pairs, model.config.vocab, generator)
     with torch.autocast("cpu", torch.bfloat16, enabled=low == "autocast"):
         logits, _ = model(tokens)
     asked = targets != NO_TARGET
@@ -55,9 +58,9 @@ def mean(losses: list[float]) -> float:
 
 @pytest.mark.parametrize("name", ["delta_net", "titans"])
 def test_a_model_begins_to_learn(name):
-    """A minute's worth: below the best guess that remembers nothing, ln 32."""
-    losses, _ = trained(RULES[name], steps=120, pairs=4)
-    assert mean(losses[-10:]) < 3.2
+    """Below the best guess that remembers nothing, ln 16 = 2.77."""
+    losses, _ = trained(RULES[name], SMALL, steps=150, pairs=4)
+    assert mean(losses[-10:]) < 2.3
 
 
 @pytest.mark.slow
@@ -65,7 +68,8 @@ def test_a_model_begins_to_learn(name):
 def test_every_rule_learns_for_500_steps(name):
     """Two chunks of tokens; no gradient that is not finite."""
     rule = RULES.get(name, name)
-    losses, right = trained(rule, steps=500, pairs=24, batch=8 if "atlas" in name else 16)
+    batch = 8 if "atlas" in name else 16
+    losses, right = trained(rule, NARROW, steps=500, pairs=24, batch=batch)
     print(f"{name}: loss {losses[0]:.3f} -> {mean(losses[-20:]):.3f}, {right:.1%} right")
     assert mean(losses[-20:]) < mean(losses[:20]) - 0.5
 
@@ -75,19 +79,19 @@ def test_every_rule_learns_for_500_steps(name):
 @pytest.mark.parametrize("name", ["delta_net", "titans"])
 def test_bfloat16_learns_what_float32_learns(name, low):
     """Within two points of the accuracy."""
-    _, full = trained(RULES[name], steps=1500, pairs=6)
-    _, half = trained(RULES[name], steps=1500, pairs=6, low=low)
+    _, full = trained(RULES[name], SMALL, steps=1200, pairs=4)
+    _, half = trained(RULES[name], SMALL, steps=1200, pairs=4, low=low)
     print(f"{name}: float32 {full:.1%}, bfloat16 {low} {half:.1%}")
     assert full > 0.9
     assert half > full - 0.02
 
 
 def test_recall_tells_and_asks():
-    tokens, targets = associative_recall(5, 7, VOCAB, torch.Generator().manual_seed(3))
+    tokens, targets = associative_recall(5, 7, 64, torch.Generator().manual_seed(3))
     for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
         told = dict(zip(row[0:14:2], row[1:14:2], strict=True))
         assert len(told) == 7
         assert wanted[:14] == [NO_TARGET] * 14
         assert wanted[14:] == [told[key] for key in row[14:]]
     with pytest.raises(ValueError, match="pairs: 33 different keys do not fit the 32 of vocab=64"):
-        associative_recall(1, 33, VOCAB)
+        associative_recall(1, 33, 64)
