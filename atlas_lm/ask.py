@@ -25,8 +25,8 @@ from torch import Tensor
 
 from atlas_lm.generate import LIKELIEST, check_vocab, ends, generate, read
 from atlas_lm.models.lm import LanguageModel, ModelState
-from atlas_lm.ops.files import write_whole
 from atlas_lm.text import StreamingDecoder, Tokenizer
+from atlas_lm.whole_files import write_whole
 
 TASK = "task.json"
 FIELD = "{question}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from operator import index
 from pathlib import Path
 from typing import Protocol
+
+from atlas_lm.whole_files import write_whole
 
 BLOCK = 65_536
 """Bytes of text that are tokenised at once, at most."""
@@ -145,7 +146,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
     """Put the file there that `load_tokenizer` finds: for bytes, none."""
     path = Path(folder) / TOKENIZER_FILE
     if isinstance(tokenizer, FileTokenizer):
-        _write(path, tokenizer.json)
+        write_whole(path, tokenizer.json)
     elif not isinstance(tokenizer, ByteTokenizer):
         raise TypeError(
             f"save_tokenizer: {type(tokenizer).__name__} has no file; "
@@ -399,17 +400,3 @@ def _meaningful(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
                 f"decode: id {i} is none of the tokenizer's; expected 0 to {tokenizer.vocab - 1}"
             )
     return [i for i in numbers if i not in tokenizer.special]
-
-
-def _write(path: Path, data: bytes) -> None:
-    """The old file stays until the new one is whole."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -50,7 +50,7 @@ def made(name: str = "atlas", **changes) -> Any:
     model = AtlasLMForCausalLM(config).double().eval()
     with torch.no_grad():
         # what was read must matter more than the last token, or that is repeated for ever
-        model.get_input_embeddings().weight *= 0.05
+        model.model.embedding.weight *= 0.05
     return model
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.lm import LanguageModel
-from atlas_lm.ops.files import fingerprint, write_whole
+from atlas_lm.ops.files import fingerprint
+from atlas_lm.whole_files import write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREFIX = "model."
@@ -81,7 +82,10 @@ def _read_config(folder: Path) -> ModelConfig:
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: missing; a model folder holds {CONFIG} and {WEIGHTS}")
+        shards = path.with_suffix(".safetensors.index.json").is_file()
+        several = "its weights lie in several files; save it with a larger max_shard_size"
+        expected = several if shards else f"a model folder holds {CONFIG} and {WEIGHTS}"
+        raise FileNotFoundError(f"{path}: missing; {expected}")
     try:
         # copies: numbers in a mapped file are aligned otherwise, which changes bits on a CPU
         loaded = {n: t.clone() for n, t in load_file(path).items()}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from atlas_lm.whole_files import write_whole
 
 FORMAT = "atlas-lm memory 1"
 
@@ -24,28 +24,6 @@ class MemoryFile(NamedTuple):
     tensors: dict[str, Tensor]
     layout: dict
     about: dict[str, str]
-
-
-def write_whole(path: str | os.PathLike, data: bytes) -> None:
-    """Replace a file; the old one stays until the new one is on the disk."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OSError(
-                error.errno,
-                f"no space for its {len(data):,} bytes; the file is as it was, "
-                "make room or choose another place",
-                str(path),
-            ) from error
-        raise
 
 
 def write_memory(

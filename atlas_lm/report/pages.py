@@ -12,7 +12,7 @@ from importlib import resources
 
 import numpy as np
 
-from atlas_lm.ops.files import write_whole
+from atlas_lm.whole_files import write_whole
 
 PAGE = 1_800
 """Characters of a page, at most."""
