@@ -25,7 +25,7 @@ from atlas_lm.nn.memory import LayerState, MemoryLayer, checked
 from atlas_lm.nn.mlp import SwiGLU
 from atlas_lm.nn.norm import RMSNorm, unit
 from atlas_lm.ops.carried import Carried
-from atlas_lm.ops.pieces import Pieces, cut_into_pieces
+from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
 from atlas_lm.ops.recall import recall
 from atlas_lm.ops.state import Recollection
 from atlas_lm.rules import Rule
@@ -156,8 +156,7 @@ class MemoryAsContext(Block):
         pieces = cut_into_pieces(position, length, mask, reset, self.config.segment)
         out = []
         for n, (part, filled) in enumerate(_parts(pieces, self.norm(x))):
-            begins = pieces.begins[n].rows.expand(x.shape[0])
-            opens = pieces.opens_chunk[n].rows.expand(x.shape[0])
+            begins, opens = pieces.begins[n], pieces.opens_chunk[n]
             y, state = self._segment(part, state, filled, begins, opens)
             out.append(y)
         if pieces.alike:
@@ -166,11 +165,11 @@ class MemoryAsContext(Block):
             x = x + pieces.join(torch.stack(out).unsqueeze(2)).squeeze(2)
         return x + self.mlp(self.mlp_norm(x)), state
 
-    def _segment(self, x: Tensor, state: ContextState, filled, begins, opens):
+    def _segment(self, x: Tensor, state: ContextState, filled, begins: Flags, opens: Flags):
         """Tokens of one segment; rows in which it `opens`, and in which it `begins` a document."""
         memory = state.memory.memory.recollection()
-        memory = Carried.choose(begins, self.begin(x.shape[0]).origin, memory)
-        origin = Carried.choose(opens, memory, state.origin)
+        memory = _select(begins, self.begin(x.shape[0]).origin, memory)
+        origin = _select(opens, memory, state.origin)
         recalled = recall(
             unit(self.query(x).unflatten(-1, (self.mixer.config.heads, -1))),
             self.mixer.weights,
@@ -198,10 +197,19 @@ def _parts(pieces: Pieces, x: Tensor) -> Iterator[tuple[Tensor, TokenFlag | None
         yield part, None if pieces.filled is None else pieces.filled[:, n]
 
 
-def _at_first(rows: Tensor, x: Tensor) -> TokenFlag:
+def _select(rows: Flags, chosen: Recollection, other: Recollection) -> Recollection:
+    """`chosen` in these rows, `other` elsewhere."""
+    if rows.all or rows.none:
+        return chosen if rows.all else other
+    return Carried.choose(rows.rows.expand(chosen.batch), chosen, other)
+
+
+def _at_first(rows: Flags, x: Tensor) -> TokenFlag | None:
     """Flags of the first token of these rows, `[b t]`."""
+    if rows.none:
+        return None
     flags = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-    flags[:, 0] = rows
+    flags[:, 0] = rows.rows
     return flags
 
 
