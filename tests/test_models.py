@@ -174,7 +174,7 @@ def test_gradients_reach_back_through_a_state_that_is_not_cut():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("block", ["plain", "mac"])
+@pytest.mark.parametrize("block", ["plain", pytest.param("mac", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_the_model(block):
     torch.set_default_dtype(torch.float32)
     model, x = model_of((SMALL["titans"], SMALL["delta_net"]), block=block), tokens()

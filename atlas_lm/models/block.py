@@ -21,9 +21,10 @@ from torch.nn.functional import silu
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.nn.attention import Attention, AttentionState
-from atlas_lm.nn.memory import LayerState, MemoryLayer, checked
+from atlas_lm.nn.memory import LayerState, MemoryLayer
 from atlas_lm.nn.mlp import SwiGLU
 from atlas_lm.nn.norm import RMSNorm, unit
+from atlas_lm.nn.stream import checked
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
 from atlas_lm.ops.recall import recall

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from atlas_lm.nn.initialise import initialise
-from atlas_lm.nn.memory import checked
 from atlas_lm.nn.packing import Packing, last_tokens
+from atlas_lm.nn.stream import checked
 from atlas_lm.ops.carried import Carried
 from atlas_lm.shapes import Embeddings, TokenFlag
 

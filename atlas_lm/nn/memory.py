@@ -22,6 +22,7 @@ from atlas_lm.nn.gates import GateMaps
 from atlas_lm.nn.initialise import initialise
 from atlas_lm.nn.norm import RMSNorm, unit
 from atlas_lm.nn.packing import Packing
+from atlas_lm.nn.stream import checked
 from atlas_lm.ops import Gates, MemoryState, init_memory, memorize
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.memorize import Impl
@@ -203,17 +204,3 @@ def operation() -> Callable:
     from atlas_lm.ops import uncompiled
 
     return uncompiled.memorize
-
-
-def checked(layer, state, x: Tensor):
-    """The state to go on from; a new one where there is none."""
-    if x.ndim != 3 or x.shape[-1] != layer.config.dim:
-        raise ValueError(
-            f"x: shape {tuple(x.shape)}, expected [batch, time, {layer.config.dim}] "
-            f"for this {type(layer).__name__}"
-        )
-    if state is None:
-        return layer.begin(x.shape[0])
-    if state.batch != x.shape[0]:
-        raise ValueError(f"state: holds {state.batch} rows, x has a batch of {x.shape[0]}")
-    return state

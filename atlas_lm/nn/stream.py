@@ -1,0 +1,21 @@
+"""What everything that reads a stream is given: embeddings, and perhaps a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def checked(layer: Any, state: Any, x: Tensor) -> Any:
+    """The state to go on from; a new one where there is none."""
+    if x.ndim != 3 or x.shape[-1] != layer.config.dim:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)}, expected [batch, time, {layer.config.dim}] "
+            f"for this {type(layer).__name__}"
+        )
+    if state is None:
+        return layer.begin(x.shape[0])
+    if state.batch != x.shape[0]:
+        raise ValueError(f"state: holds {state.batch} rows, x has a batch of {x.shape[0]}")
+    return state
