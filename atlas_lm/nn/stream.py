@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 
-def checked(layer: Any, state: Any, x: Tensor) -> Any:
+def checked(layer, state, x: Tensor):
     """The state to go on from; a new one where there is none."""
     if x.ndim != 3 or x.shape[-1] != layer.config.dim:
         raise ValueError(
