@@ -1,6 +1,8 @@
 """Blocks and language models: the contract, folders, segments, memory, numbers."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -225,6 +227,11 @@ def test_a_model_state_is_a_file(tmp_path):
     loaded = MemoryState.load(tmp_path / "memory")
     assert isinstance(loaded, ModelState)
     assert torch.equal(model(x, loaded)[0], model(x, state)[0])
+    # also where nobody has spoken of a model yet
+    code = "from atlas_lm import MemoryState; print(MemoryState.load('memory').position)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "tensor([21, 21])"
 
 
 def test_rows_can_be_taken_repeated_stacked_and_reset():

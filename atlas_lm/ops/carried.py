@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 import torch
@@ -273,6 +274,8 @@ def _rebuild(layout: dict, tensors: dict[str, Tensor], rule: Rule | None, path) 
             return _checked_rule(said["rule"], rule, path)
         return {key: tensors[f"{name}.{key}"] for key in said["names"]}
 
+    if layout["kind"] not in Carried.kinds:
+        import_module("atlas_lm.models")  # where the states of layers and models are defined
     kind = Carried.kinds[layout["kind"]]
     return kind(**{name: value(name, said) for name, said in layout.items() if name != "kind"})
 
