@@ -81,7 +81,7 @@ def trace_layer(
     """The same of one layer's call, `[b t]`; zeros where there is no token."""
     state = layer.begin(x.shape[0]) if state is None else state
     packing = Packing.of(mask, reset)
-    (_, k, v, gates), _, _ = layer.write_inputs(x, state, packing)
+    _, k, v, gates, _ = layer.write_inputs(x, state.tail, packing)
 
     def read(q: Tensor) -> Tensor:
         settings = {"coefficients": layer.coefficients, "impl": layer.config.impl}
@@ -150,8 +150,8 @@ def watch_retention(model: nn.Module) -> Iterator[Retention]:
     layers = [part for part in model.modules() if isinstance(part, GateMaps)]
     watched = Retention(list(layers))
 
-    def hook(layer: nn.Module, _inputs, output: tuple[Gates, Tensor]) -> None:
-        watched.add(layer, output[0])
+    def hook(layer: nn.Module, _inputs, gates: Gates) -> None:
+        watched.add(layer, gates)
 
     hooks = [layer.register_forward_hook(hook) for layer in layers]
     try:

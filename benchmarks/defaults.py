@@ -70,8 +70,7 @@ def rates(rule: str, factor: float, seed: int, steps: int = 600) -> dict:
 def over_distance(form: str, seed: int, steps: int = 1200) -> dict:
     """Trained on up to 1,024 tokens between telling and asking, tested up to 131,072."""
     if form == "sigmoid":
-        forward = with_sigmoids(gates.GateMaps.forward)
-        gates.GateMaps.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+        gates.GateMaps.forward = with_sigmoids(gates.GateMaps.forward)
     torch.manual_seed(seed)
     config = ModelConfig(vocab=ASK + 1, dim=64, depth=2, heads=2, rule="gated_delta_net")
     model, random = LanguageModel(config), torch.Generator().manual_seed(seed + 1)
@@ -90,14 +89,14 @@ def over_distance(form: str, seed: int, steps: int = 1200) -> dict:
 def with_sigmoids(forward):
     """Gates that start at the same values and never quite reach 0 and 1."""
 
-    def sigmoids(self: gates.GateMaps, x: Tensor, coefficients, *rest) -> tuple[Gates, Tensor]:
-        made, worths = forward(self, x, coefficients, *rest)
+    def sigmoids(self: gates.GateMaps, x: Tensor, coefficients: Tensor | None) -> Gates:
+        made = forward(self, x, coefficients)
         raw = self.up(self.down(x)).float()
         rate, retention = raw[..., : self.heads], raw[..., self.heads : 2 * self.heads]
         most = self.highest_rate(coefficients)
-        closed = {"rate": (rate - 0.5).sigmoid() * most}
-        closed["retention"] = (6.9 + 0.1 - retention).sigmoid()
-        return made._replace(**closed), worths
+        return made._replace(
+            rate=(rate - 0.5).sigmoid() * most, retention=(6.9 + 0.1 - retention).sigmoid()
+        )
 
     return sigmoids
 

@@ -27,7 +27,7 @@ def segments(tokens: int) -> Iterator[torch.Tensor]:
 def losses(layer: MemoryLayer, x: torch.Tensor, state) -> tuple[torch.Tensor, torch.Tensor]:
     """The inner loss before and after each of the last writes, mean by row."""
     before = trace_layer(layer, x, state).surprise[:, -LAST:].mean(1)
-    (_, k, v, gates), _, _ = layer.write_inputs(x, state, None)
+    _, k, v, gates, _ = layer.write_inputs(x, state.tail, None)
     y, _ = memorize(
         k, k, v, gates, layer.weights, layer.rule, layer.coefficients, state=state.memory
     )

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from atlas_lm.nn.packing import Packing, last_tokens
 from atlas_lm.ops.precision import state_dtype
 from atlas_lm.ops.state import Gates
 from atlas_lm.rules import Rule
@@ -45,7 +44,7 @@ def parts_of(rule: Rule, retention: float) -> list[Part]:
     if rule.uses_momentum:
         parts.append(Part("momentum", 1, log(0.9 / 0.1)))
     if rule.window > 1:
-        parts += [Part("importance", rule.window, 0.0), Part("worth", 1, 0.75)]
+        parts.append(Part("importance", rule.window, 0.0))
     if rule.objective == "huber":
         parts.append(Part("threshold", 1, log(exp(rule.delta) - 1)))
     return parts
@@ -65,15 +64,7 @@ class GateMaps(nn.Module):
         """Of `up`: every gate where it starts."""
         return torch.cat([torch.full((self.heads * p.width,), p.bias) for p in self.parts])
 
-    def begin(self, batch: int, like: Tensor) -> Tensor:
-        """What the pairs before the first are worth: nothing, `[b c-1 h]`."""
-        dtype = state_dtype(like.dtype)
-        return like.new_zeros(batch, self.rule.window - 1, self.heads, dtype=dtype)
-
-    def forward(
-        self, x: Tensor, coefficients: Tensor | None, worths: Tensor, packing: Packing | None
-    ) -> tuple[Gates, Tensor]:
-        """The gates, and what the last c-1 pairs are worth; `worths`: those before x."""
+    def forward(self, x: Tensor, coefficients: Tensor | None) -> Gates:
         raw = self.up(self.down(x))
         raw = raw.to(state_dtype(raw.dtype))
         sizes = [self.heads * p.width for p in self.parts]
@@ -86,19 +77,14 @@ class GateMaps(nn.Module):
         rate = made["rate"][..., 0].clamp(0, 1) * self.highest_rate(coefficients)
         if momentum is not None and self.rule.optimizer == "momentum":
             rate = rate * (1 - momentum)
-        threshold, importance = made.get("threshold"), one[..., None]
-        if "importance" in made:
-            worth = made["worth"][..., 0].clamp(0, 1)
-            window, worths = last_of_each(worth, worths, packing)
-            importance = made["importance"].softmax(-1) * window
-        gates = Gates(
+        threshold = made.get("threshold")
+        return Gates(
             retention=self._retention(made.get("retention"), one),
             rate=rate,
             momentum=momentum,
-            importance=importance,
+            importance=made["importance"].softmax(-1) if "importance" in made else one[..., None],
             threshold=None if threshold is None else softplus(threshold[..., 0]) + 1e-3,
         )
-        return gates, worths
 
     def highest_rate(self, coefficients: Tensor | None) -> Tensor | float:
         """The step that a token repeated through a whole chunk survives, given unit keys.
@@ -124,16 +110,3 @@ class GateMaps(nn.Module):
         # RetNet: from 1 - 1/32 on, every head keeps twice as long as the one before
         heads = torch.arange(self.heads, device=one.device, dtype=one.dtype)
         return one * (1 - 2 ** (-5 - heads))
-
-
-def last_of_each(worth: Tensor, before: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """Of every token the worth of the last c pairs, its own first, `[b t h c]`; and the next tail.
-
-    A pair has its worth from its own token: whoever takes a step on the window later need not see
-    that token again to leave it out.
-    """
-    packed = worth if packing is None else packing.pack(worth)
-    before = before.to(worth.dtype)
-    window = torch.cat([before, packed], 1).unfold(1, before.shape[1] + 1, 1).flip(-1)
-    tail = last_tokens(before, packed, packing)
-    return (window if packing is None else packing.unpack(window)), tail

@@ -99,13 +99,10 @@ def _expect_count(name: str, value: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class LayerState(Carried):
-    """A memory, and what a layer still needs of its last tokens."""
+    """A memory, and the last tokens that its convolution still sees."""
 
     memory: MemoryState
     tail: Tensor
-    """Of the convolution `[b conv-1 channels]`."""
-    worths: Tensor
-    """Of the pairs in the window `[b c-1 h]`."""
 
     @property
     def batch(self) -> int:
@@ -157,8 +154,7 @@ class MemoryLayer(nn.Module):
         weights = {n: w.to(dtype) for n, w in self.weights.items()}
         past = past_widths(self.rule, weights, k, v)
         memory = MemoryState.begin(self.rule, weights, batch, past, keys=k, values=v)
-        tail, worths = self.conv.begin(batch, weight), self.gates.begin(batch, weight)
-        return LayerState(memory=memory, tail=tail, worths=worths)
+        return LayerState(memory=memory, tail=self.conv.begin(batch, weight))
 
     def forward(
         self,
@@ -171,7 +167,7 @@ class MemoryLayer(nn.Module):
         state = checked(self, state, x)
         if mask is not None:
             x = torch.where(mask[..., None], x, 0)
-        (q, k, v, gates), tail, worths = self.write_inputs(x, state, Packing.of(mask, reset))
+        q, k, v, gates, tail = self.write_inputs(x, state.tail, Packing.of(mask, reset))
         y, memory = operation()(
             q,
             k,
@@ -187,19 +183,18 @@ class MemoryLayer(nn.Module):
         )
         opened = silu(self.open(x)).unflatten(-1, y.shape[2:])
         out = self.out(rearrange(self.norm(y) * opened, "b t h v -> b t (h v)"))
-        return out, LayerState(memory=memory, tail=tail, worths=worths)
+        return out, LayerState(memory=memory, tail=tail)
 
     def write_inputs(
-        self, x: Embeddings, state: LayerState, packing: Packing | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Gates], Tensor, Tensor]:
-        """What the operation takes, q, k, v and gates; the next tail and worths."""
-        mixed, tail = self.conv(self.project(x), state.tail, packing)
+        self, x: Embeddings, tail: Tensor, packing: Packing | None
+    ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor]:
+        """What the operation takes: q, k, v, gates; and the next tail of the convolution."""
+        mixed, tail = self.conv(self.project(x), tail, packing)
         q, k, v = (
             part.unflatten(-1, (self.config.heads, -1))
             for part in silu(mixed).split(self.sizes, -1)
         )
-        gates, worths = self.gates(x, self.coefficients, state.worths, packing)
-        return (unit(q), unit(k), v, gates), tail, worths
+        return unit(q), unit(k), v, self.gates(x, self.coefficients), tail
 
 
 def operation() -> Callable:
