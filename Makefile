@@ -10,7 +10,7 @@ READY := .venv/.ready
 READY_BENCH := .venv/.ready-bench
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 venv: $(READY)  ## .venv with everything that the tests need
 
