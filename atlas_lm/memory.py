@@ -15,7 +15,7 @@ import torch
 
 from atlas_lm.models import LanguageModel, ModelState, fingerprint_of
 from atlas_lm.ops.carried import Carried
-from atlas_lm.ops.files import fingerprint, read_about
+from atlas_lm.ops.files import fingerprint, read_about, read_memory
 from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
 
 
@@ -146,7 +146,8 @@ def load_of(
     path: str | os.PathLike, model: str, tokenizer: str | None, device: torch.device
 ) -> Memory:
     """Read a memory of the model and the tokenizer of these names."""
-    about, state = load_about(path), Carried.load(path)
+    file = read_memory(path)
+    about, state = About.from_texts(file.about, path), Carried.restored(file, path)
     if not isinstance(state, ModelState) or state.batch != 1:
         raise ValueError(f"{path}: a {type(state).__name__}; expected the memory of one reader")
     if about.model != model:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from math import inf
 from pathlib import Path
 from time import monotonic
 
@@ -27,7 +26,7 @@ from atlas_lm.generate import check_vocab
 from atlas_lm.memory import About, Memory, TextRead, load_about, load_memory, load_of, settled
 from atlas_lm.models import LanguageModel, ModelState
 from atlas_lm.ops.carried import Carried
-from atlas_lm.ops.files import read_about
+from atlas_lm.ops.files import read_memory
 from atlas_lm.text import BEGINNING, Place, TextFile, Tokenizer, check_text, token_segments
 from atlas_lm.trace import watch_retention
 
@@ -277,8 +276,7 @@ def _read_segment(
     ids = torch.tensor([tokens], device=reached.state.position.device)
     with watch_retention(model) as kept:
         _, state = model.encode(ids, reached.state)
-    lives = kept.half_lives()
-    passed = [0.0 if life is None else len(tokens) / life if life else inf for life in lives]
+    passed = [len(tokens) / life for life in kept.half_lives()]
     both = zip_longest(reached.halvings, passed, fillvalue=0.0)
     return settled(state), tuple(a + b for a, b in both)
 
@@ -290,11 +288,11 @@ def _taken_up(plan: _Plan) -> _Reached:
     """Where an unfinished reading was last saved; that of something else is refused."""
     discard = "discard it with --restart (restart=True)"
     try:
-        said = read_about(plan.part)
-        about = About.from_texts(said, plan.part)
+        file = read_memory(plan.part)
+        said, about = file.about, About.from_texts(file.about, plan.part)
         progress = json.loads(said["progress"])
         place, halvings = Place.from_dict(progress["place"]), tuple(progress["halvings"])
-        state = Carried.load(plan.part)
+        state = Carried.restored(file, plan.part)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{plan.part}: no unfinished reading ({error}); {discard}") from error
     if about.reading != plan.reading:

@@ -96,7 +96,7 @@ def trace_layer(
         fresh = ask(layer.begin(x.shape[0]).memory)
         before = torch.where(reset[..., None, None], fresh, before)
     write = (read(k) - before).float().norm(dim=-1)
-    surprise = _loss(layer, before, v, gates)
+    surprise = objective_of(layer.rule)(before, v, gates.threshold)
     parts = [p.float().mean(-1) for p in (surprise, write, gates.retention)]
     return Trace(*(p if mask is None else torch.where(mask, p, 0) for p in parts))
 
@@ -114,13 +114,6 @@ def _previous(read: Tensor, first: Tensor, packing: Packing | None) -> Tensor:
         return torch.cat([first[:, :1], read[:, :-1]], 1)
     earlier = torch.cat([packing.pack(first)[:, :1], packing.pack(read)[:, :-1]], 1)
     return packing.unpack(earlier)
-
-
-def _loss(layer: MemoryLayer, prediction: Tensor, v: Tensor, gates: Gates) -> Tensor:
-    threshold = gates.threshold
-    if layer.rule.objective == "huber" and threshold is None:
-        threshold = torch.full_like(gates.rate, layer.rule.delta)
-    return objective_of(layer.rule)(prediction, v, threshold)
 
 
 @dataclass

@@ -28,12 +28,7 @@ OTHERS = {
 EVERY = SMALL | OTHERS
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def layer_of(rule: Rule, **changes) -> MemoryLayer:

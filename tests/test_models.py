@@ -32,12 +32,7 @@ BLOCKS = ("plain", "mac", "mag", "mag_sum", "mal")
 DEFAULT = ("delta_net", "titans", "atlas")
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def model_of(rule, **changes) -> LanguageModel:

@@ -18,7 +18,7 @@ from atlas_lm.models import ModelState, load_model
 from atlas_lm.models.summary import name_of, size_text
 from atlas_lm.ops import MemoryState
 from atlas_lm.ops.carried import Carried
-from atlas_lm.ops.files import read_about
+from atlas_lm.ops.files import read_memory
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ def inspect_memory(path: Path, model: Path | None, as_json: bool) -> None:
     """Print what it has read and how its layers stand."""
     if model is not None:
         load_memory(path, load_model(model))
-    state, said = Carried.load(path), read_about(path)
+    file = read_memory(path)
+    state, said = Carried.restored(file, path), file.about
     about = About.from_texts(said, path) if said else None
     memories = list(_memories(state))
     lives = about.half_lives if about else ()

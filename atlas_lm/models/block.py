@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from atlas_lm.models.config import ModelConfig
+from atlas_lm.models.config import MIXERS, ModelConfig
 from atlas_lm.nn.attention import Attention, AttentionState
 from atlas_lm.nn.memory import LayerState, MemoryLayer
 from atlas_lm.nn.mlp import SwiGLU
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 def mixer_of(config: ModelConfig, rule: str | Rule) -> Attention | MemoryLayer:
-    if isinstance(rule, str) and rule in ("attention", "swa"):
+    if isinstance(rule, str) and rule in MIXERS:
         return Attention(config.attention(rule))
     return MemoryLayer(config.memory(rule))
 
@@ -169,7 +169,9 @@ class MemoryAsContext(Block):
     def _segment(self, x: Tensor, state: ContextState, filled, begins: Flags, opens: Flags):
         """Tokens of one segment; rows in which it `opens`, and in which it `begins` a document."""
         memory = state.memory.memory.recollection()
-        memory = _select(begins, self.begin(x.shape[0]).origin, memory)
+        if not begins.none:
+            fresh = self.mixer.begin(x.shape[0]).memory.recollection()
+            memory = _select(begins, fresh, memory)
         origin = _select(opens, memory, state.origin)
         recalled = recall(
             unit(self.query(x).unflatten(-1, (self.mixer.config.heads, -1))),

@@ -7,6 +7,7 @@ from typing import Any
 
 from atlas_lm.nn.attention import AttentionConfig
 from atlas_lm.nn.memory import MemoryConfig
+from atlas_lm.nn.stream import expect_count
 from atlas_lm.ops.memorize import Impl
 from atlas_lm.rules import RULES, Rule
 
@@ -62,9 +63,7 @@ class ModelConfig:
         if isinstance(self.rule, list):
             object.__setattr__(self, "rule", tuple(self.rule))
         for name in ("vocab", "dim", "depth", "heads", "window", "segment"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: {value!r} must be a whole number, 1 or more")
+            expect_count(name, getattr(self, name))
         if self.block not in BLOCKS:
             raise ValueError(f"block: {self.block!r} is not one of {', '.join(BLOCKS)}")
         if not self.rules:

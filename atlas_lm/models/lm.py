@@ -16,6 +16,7 @@ from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import summary
 from atlas_lm.nn.initialise import initialise, quiet_head
 from atlas_lm.nn.norm import RMSNorm
+from atlas_lm.nn.packing import Packing
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.validation import looks_at_values
 from atlas_lm.shapes import Embeddings, TokenFlag, TokenIds
@@ -92,7 +93,8 @@ class LanguageModel(nn.Module):
                 run = partial(checkpoint, block, use_reentrant=False)
             x, layer = run(x, layer, mask, reset)
             layers.append(layer)
-        position = _advanced(state.position, tokens, mask, reset)
+        packing, position = Packing.of(mask, reset), state.position
+        position = position + tokens.shape[1] if packing is None else packing.advanced(position)
         return self.norm(x), ModelState(layers=tuple(layers), position=position)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -165,15 +167,3 @@ class LanguageModel(nn.Module):
                 "state[rows] takes some, state.expand(n) repeats them"
             )
         return state
-
-
-def _advanced(position: Tensor, tokens: Tensor, mask: Tensor | None, reset: Tensor | None):
-    """The position after these tokens."""
-    if mask is None and reset is None:
-        return position + tokens.shape[1]
-    present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-    ordinal = present.cumsum(1)
-    if reset is None:
-        return position + ordinal[:, -1]
-    begins = torch.where(reset & present, ordinal - 1, -1).amax(1)
-    return torch.where(begins < 0, position, -begins) + ordinal[:, -1]

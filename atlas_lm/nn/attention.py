@@ -17,7 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from atlas_lm.nn.initialise import initialise
 from atlas_lm.nn.packing import Packing, last_tokens
-from atlas_lm.nn.stream import checked
+from atlas_lm.nn.stream import checked, expect_count
 from atlas_lm.ops.carried import Carried
 from atlas_lm.shapes import Embeddings, TokenFlag
 
@@ -38,6 +38,8 @@ class AttentionConfig:
     """Learned tokens that every token sees, wherever it is."""
 
     def __post_init__(self) -> None:
+        for name in ("dim", "heads"):
+            expect_count(name, getattr(self, name))
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"heads: {self.heads} heads of an even width do not make dim={self.dim}"
@@ -108,7 +110,7 @@ class Attention(nn.Module):
         first = _first_visible(state, packing, x.shape[1])
         y = self.out(rearrange(self._attend(q, keys, values, first), "b t h d -> b t (h d)"))
         y = y if packing is None else packing.unpack(y)
-        return y, self._next(state, cached, k, v, packing)
+        return y, self._next(state, keys, values, x.shape[1], packing)
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "... (n h d) -> ... n h d", n=3, h=self.config.heads)
@@ -123,13 +125,17 @@ class Attention(nn.Module):
             turned, keys = torch.cat([turned, q], -1), pad(keys, (0, keys.shape[-1]))
         if n == 0 and first is None and self.persistent is None and window is None:
             return _sdpa(turned, keys, values, None, causal=True)
-        out = []
+        prefix, out = self._prefix(keys, values), []
         for start in range(0, t, BLOCK):
             stop = min(start + BLOCK, t)
             oldest = 0 if window is None else max(n + start - window + 1, 0)
             seen = slice(oldest, n + stop)
             visible = self._visible(places[n + start : n + stop], places[seen], first, start, stop)
-            out.append(self._block(turned[:, start:stop], keys[:, seen], values[:, seen], visible))
+            k, v = keys[:, seen], values[:, seen]
+            if prefix is not None:
+                k, v = torch.cat([prefix[0], k], 1), torch.cat([prefix[1], v], 1)
+                visible = pad(visible, (prefix[0].shape[1], 0), value=True)
+            out.append(_sdpa(turned[:, start:stop], k, v, visible, scale=v.shape[-1] ** -0.5))
         return torch.cat(out, 1)
 
     def _visible(self, query: Tensor, key: Tensor, first: Tensor | None, start, stop) -> Tensor:
@@ -143,30 +149,24 @@ class Attention(nn.Module):
             return visible[:, None]
         return visible[None, None]
 
-    def _block(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-        """With the persistent tokens in front, seen by the query as it was before its rotation."""
-        width = values.shape[-1]
-        if self.persistent is not None:
-            _, k, v = self._heads(self.project(self.persistent)).unbind(1)
-            k = pad(k, (k.shape[-1], 0))
-            keys, values = (
-                torch.cat([own.expand(q.shape[0], *own.shape), rest], 1)
-                for own, rest in ((k.to(keys.dtype), keys), (v.to(values.dtype), values))
-            )
-            visible = pad(visible, (len(self.persistent), 0), value=True)
-        return _sdpa(q, keys, values, visible, scale=width**-0.5)
+    def _prefix(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the persistent tokens, for queries as they are before rotation."""
+        if self.persistent is None:
+            return None
+        _, k, v = self._heads(self.project(self.persistent)).unbind(1)
+        k, batch = pad(k, (k.shape[-1], 0)), keys.shape[0]
+        return k.to(keys.dtype).expand(batch, *k.shape), v.to(values.dtype).expand(batch, *v.shape)
 
-    def _next(self, state, cached, k: Tensor, v: Tensor, packing: Packing | None) -> AttentionState:
-        t = k.shape[1]
-        if packing is None:
-            position = state.position + t
-        else:
-            begins, count = packing.begins, packing.count
-            position = torch.where(begins < 0, state.position + count, count - begins)
+    def _next(self, state, keys: Tensor, values: Tensor, t: int, packing) -> AttentionState:
+        """After these t tokens, whose keys and values stand behind the cached ones."""
+        position = state.position + t if packing is None else packing.advanced(state.position)
+        kept, both = keys.shape[1] - t, (keys, values)
         if self.config.window is None:
-            # the past grows by the tokens of the longest row; shorter rows move to the end
-            cached = [pad(c, (0, 0, 0, 0, t, 0)) for c in cached]
-        keys, values = (last_tokens(c, x, packing) for c, x in zip(cached, (k, v), strict=True))
+            kept += t
+            if packing is not None:
+                # the past grows by the tokens of the longest row; shorter rows move to the end
+                both = [pad(x, (0, 0, 0, 0, t, 0)) for x in both]
+        keys, values = (last_tokens(x, kept, packing) for x in both)
         return AttentionState(keys=keys, values=values, position=position)
 
 

@@ -28,7 +28,7 @@ class ShortConv(nn.Module):
         for back in range(1, n + 1):
             term = both[:, n - back : n - back + t] * self.weight[back]
             y = y + (term if packing is None else self._inside(term, back, packing))
-        tail = last_tokens(tail, packed, packing)
+        tail = last_tokens(both, n, packing)
         y = y.to(x.dtype)
         return (y if packing is None else packing.unpack(y)), tail
 

@@ -22,7 +22,7 @@ from atlas_lm.nn.gates import GateMaps
 from atlas_lm.nn.initialise import initialise
 from atlas_lm.nn.norm import RMSNorm, unit
 from atlas_lm.nn.packing import Packing
-from atlas_lm.nn.stream import checked
+from atlas_lm.nn.stream import checked, expect_count
 from atlas_lm.ops import Gates, MemoryState, init_memory, memorize
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.memorize import Impl
@@ -60,10 +60,10 @@ class MemoryConfig:
         if isinstance(self.rule, str) and self.rule not in RULES:
             raise ValueError(f"rule: {self.rule!r} is not one of {', '.join(RULES)}")
         for name in ("dim", "heads", "expansion", "conv", "gate_rank"):
-            _expect_count(name, getattr(self, name))
+            expect_count(name, getattr(self, name))
         for name in ("d_k", "d_v"):
             if getattr(self, name) is not None:
-                _expect_count(name, getattr(self, name))
+                expect_count(name, getattr(self, name))
             elif self.dim % self.heads:
                 raise ValueError(
                     f"heads: {self.heads} do not divide dim={self.dim}; "
@@ -92,11 +92,6 @@ class MemoryConfig:
         return self.expansion * self.key_width if self.memory_rule.deep else None
 
 
-def _expect_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: {value!r} must be a whole number, 1 or more")
-
-
 @dataclass(frozen=True, eq=False)
 class LayerState(Carried):
     """A memory, and the last tokens that its convolution still sees."""
@@ -122,9 +117,9 @@ class MemoryLayer(nn.Module):
         self.gates = GateMaps(self.rule, config.dim, heads, config.gate_rank, config.retention)
         made = init_memory(self.rule, heads, d_k, d_v, config.hidden)
         # a memory that divides by its sum of weights begins at zero and stays there
-        self.fixed = self.rule.normalize
+        learned = not self.rule.normalize
         self.memory = nn.ParameterDict(
-            {n: nn.Parameter(w, requires_grad=not self.fixed) for n, w in made.items()}
+            {n: nn.Parameter(w, requires_grad=learned) for n, w in made.items()}
         )
         self.log_coefficients = None
         if self.rule.features == "polynomial":

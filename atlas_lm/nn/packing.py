@@ -60,16 +60,20 @@ class Packing:
         last = (self.count - 1).clamp(min=0)[:, None]
         return torch.where(self.count > 0, self.first.gather(1, last)[:, 0], -1)
 
+    def advanced(self, position: Tensor) -> Tensor:
+        """Tokens of each row's document after these, where `position` came before, `[b]`."""
+        begins = self.begins
+        return torch.where(begins < 0, position, -begins) + self.count
 
-def last_tokens(past: Tensor, x: Tensor, packing: Packing | None) -> Tensor:
-    """The last tokens of past and x together, as many as there were in the past, `[b n ...]`.
 
-    Tokens of an older document are zero. x is packed.
+def last_tokens(both: Tensor, n: int, packing: Packing | None) -> Tensor:
+    """The last n tokens of n that came before and the packed ones after them, `[b n ...]`.
+
+    Tokens of an older document are zero.
     """
-    both, n = torch.cat([past, x], 1), past.shape[1]
     if packing is None:
         return both[:, both.shape[1] - n :]
-    index = packing.count[:, None] + torch.arange(n, device=x.device)
+    index = packing.count[:, None] + torch.arange(n, device=both.device)
     ours = index >= packing.begins[:, None] + n
     ours = ours | (packing.begins < 0)[:, None]
-    return torch.where(ours.view(*ours.shape, *[1] * (x.ndim - 2)), take_rows(both, index), 0)
+    return torch.where(ours.view(*ours.shape, *[1] * (both.ndim - 2)), take_rows(both, index), 0)

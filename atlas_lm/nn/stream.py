@@ -1,4 +1,4 @@
-"""What everything that reads a stream is given: embeddings, and perhaps a state."""
+"""What everything that reads a stream checks: its sizes, the embeddings, the state."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def checked(layer, state, x: Tensor):
     if state.batch != x.shape[0]:
         raise ValueError(f"state: holds {state.batch} rows, x has a batch of {x.shape[0]}")
     return state
+
+
+def expect_count(name: str, value: object) -> None:
+    """Refuse sizes of a layer that are none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: {value!r} must be a whole number, 1 or more")

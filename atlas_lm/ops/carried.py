@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.files import read_memory, write_memory
+from atlas_lm.ops.files import MemoryFile, read_memory, write_memory
 from atlas_lm.rules import Rule
 
 
@@ -175,7 +175,11 @@ class Carried:
 
         A rule made of functions cannot be read back from a file: give the same rule here.
         """
-        memory = read_memory(path)
+        return Carried.restored(read_memory(path), path, rule)
+
+    @staticmethod
+    def restored(memory: MemoryFile, path: str | os.PathLike, rule: Rule | None = None) -> Any:
+        """The state in what was read from a file; `path` for messages."""
         try:
             state = _rebuild(memory.layout, memory.tensors, rule, path)
             if state.tensors().keys() != memory.tensors.keys():
