@@ -156,6 +156,16 @@ def test_segments_train_like_one_pass_with_the_graph_cut():
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_a_segment_without_targets_counts_nothing():
+    """What is told and what is asked may lie in different segments."""
+    model, x = model_of(SMALL["titans"]), tokens()
+    targets = x.roll(-1, 1)
+    targets[:, :12] = -100
+    found = [loss.item() for loss, _ in model.losses(x, targets, segment=5)]
+    assert found[:2] == [0.0, 0.0]
+    assert sum(found) == pytest.approx(model.loss(x, targets)[0].item())
+
+
 def test_gradients_reach_back_through_a_state_that_is_not_cut():
     """What is told first must be learnable from what is asked later."""
     model, x = model_of(SMALL["titans"]), tokens()

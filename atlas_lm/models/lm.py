@@ -109,10 +109,12 @@ class LanguageModel(nn.Module):
         mask: TokenFlag | None = None,
         reset: TokenFlag | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """Mean cross-entropy in nats over targets that are not -100, and the state."""
+        """Mean cross-entropy in nats over targets that are not -100 (of none: 0), and the state."""
         x, state = self.encode(tokens, state, mask, reset)
         wanted = targets != NO_TARGET
-        return cross_entropy(self.logits(x[wanted]).float(), targets[wanted]), state
+        logits = self.logits(x[wanted]).float()
+        total = cross_entropy(logits, targets[wanted], reduction="sum")
+        return total / max(len(logits), 1), state
 
     def losses(
         self, tokens: TokenIds, targets: TokenIds, segment: int, state: ModelState | None = None
