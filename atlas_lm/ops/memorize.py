@@ -12,6 +12,7 @@ from atlas_lm.ops.delta import is_delta_rule, memorize_delta
 from atlas_lm.ops.exponential import memorize_exponential
 from atlas_lm.ops.features import default_coefficients, features_of
 from atlas_lm.ops.gradients import hides_parameters
+from atlas_lm.ops.kernels import faster, why_not
 from atlas_lm.ops.networks import SLOW, past_widths
 from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.reference import memorize_reference
@@ -52,7 +53,11 @@ def memorize(
     dtype = state_dtype(q.dtype)
     product = product_for(q.dtype)
     out_dtype = q.dtype
-    q, k, v = (x.to(dtype) for x in (q, k, v))
+    by_kernels = impl == "triton" or (
+        impl == "auto" and faster(q) and why_not(rule, q, v, weights) is None
+    )
+    if not by_kernels:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
     gates = _complete(gates.map(lambda g: g.to(dtype)), rule)
     weights = {n: w.to(dtype) for n, w in weights.items()}
     slow = {n: weights.pop(n) for n in SLOW if n in weights}
@@ -61,7 +66,9 @@ def memorize(
         q, k, v, gates = _without_absent(mask, q, k, v, gates)
     if state is None:
         widths = past_widths(rule, weights | slow, q, v)
-        state = MemoryState.begin(rule, weights, q.shape[0], widths, keys=k, values=v)
+        window = (x[:, :0].to(dtype) for x in (k, v))
+        keys, values = window
+        state = MemoryState.begin(rule, weights, q.shape[0], widths, keys=keys, values=values)
     if q.shape[0] == 0 or q.shape[1] == 0:
         return v.to(out_dtype), state
     tokens, outer = Tokens(q, k, v, gates, mask, reset), Outer(weights, slow, coefficients)
@@ -73,10 +80,18 @@ def memorize(
     with torch.set_grad_enabled(tracked), without_autocast(q.device):
         if impl == "reference":
             y, state = memorize_reference(tokens, outer, state)
+        elif by_kernels:
+            y, state = _kernels(rule)(tokens, outer, state)
         else:
             parallel = _parallel_form(rule)
             y, state = parallel(tokens, outer, state, product, not hidden)
     return y.to(out_dtype), state
+
+
+def _kernels(rule: Rule):
+    from atlas_lm.ops.triton.memorize import memorize_triton
+
+    return memorize_triton
 
 
 def _parallel_form(rule: Rule):

@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 
+from atlas_lm.ops.kernels import why_not
 from atlas_lm.ops.networks import SLOW, Anatomy, anatomy, anatomy_of, past_widths
 from atlas_lm.ops.precision import state_dtype
 from atlas_lm.ops.state import Gates, MemoryState
@@ -32,7 +33,7 @@ def check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset
         raise TypeError(
             f"rule: expected a Rule, for example RULES['atlas'], got {type(rule).__name__}"
         )
-    _check_impl(impl, rule)
+    _check_impl(impl)
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point tensor, got {_kind(x)}")
@@ -58,22 +59,16 @@ def check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset
         _expect_device(name, flags, q)
     if state is not None:
         _check_state(state, weights, rule, q, v)
+    reason = why_not(rule, q, v, weights) if impl == "triton" else None
+    if reason is not None:
+        raise ValueError(f"impl='triton' cannot run {reason}; use impl='chunked' (or 'auto')")
     if looks_at_values(q.device):
         _check_all_values(q, k, v, gates, weights, rule, coefficients, mask)
 
 
-def _check_impl(impl: str, rule: Rule) -> None:
+def _check_impl(impl: str) -> None:
     if impl not in ("auto", "reference", "chunked", "triton"):
         raise ValueError(f"impl: {impl!r} is not one of auto, reference, chunked, triton")
-    if impl == "triton" and rule.custom:
-        raise ValueError(
-            f"impl='triton' cannot run a function given as {', '.join(rule.custom)}; "
-            "use impl='chunked' (or 'auto')"
-        )
-    if impl == "triton":
-        raise ValueError(
-            "impl='triton': this version has no kernels yet; use impl='chunked' (or 'auto')"
-        )
 
 
 def _check_gates(gates: Gates, rule: Rule, q: Tensor) -> None:

@@ -1,0 +1,77 @@
+"""Which cases the Triton kernels take, and what to say of the others. Does not import Triton."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from atlas_lm.ops.delta import is_delta_rule
+from atlas_lm.rules import Rule
+from atlas_lm.shapes import Weights
+
+LONGEST, WIDEST = 128, 128
+"""Slots of a chunk (and pairs before it), and width of keys and values: what fits a block."""
+
+
+@cache
+def interpreted() -> bool:
+    """Triton's interpreter runs kernels on a CPU, to check them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def why_not(rule: Rule, q: Tensor, v: Tensor, weights: Weights) -> str | None:
+    """The reason why no kernel takes this call, or None."""
+    return (
+        why_not_rule(rule)
+        or why_not_sizes(rule, q.shape[-1], v.shape[-1], weights)
+        or why_not_here(q)
+    )
+
+
+def why_not_rule(rule: Rule) -> str | None:
+    if rule.custom:
+        return f"a function given as {', '.join(rule.custom)}"
+    if rule.features not in ("identity", "polynomial") or (
+        rule.features == "polynomial" and rule.degree != 2
+    ):
+        degree = f" of degree {rule.degree}" if rule.features == "polynomial" else ""
+        return f"features={rule.features!r}{degree}"
+    if rule.objective not in ("l2", "dot"):
+        return f"objective={rule.objective!r}"
+    if rule.chunk == 1 and not (is_delta_rule(rule) and rule.features == "identity"):
+        return "chunk=1, but for the delta rule on identity features"
+    if rule.chunk > LONGEST or rule.window - 1 > LONGEST:
+        return f"chunk={rule.chunk}, window={rule.window}: at most {LONGEST} and {LONGEST + 1}"
+    return None
+
+
+def why_not_sizes(rule: Rule, d_k: int, d_v: int, weights: Weights) -> str | None:
+    if d_k > WIDEST or d_v > WIDEST:
+        return f"d_k={d_k}, d_v={d_v}: at most {WIDEST}"
+    return None
+
+
+def why_not_here(q: Tensor) -> str | None:
+    if not installed():
+        return "this machine: Triton is not installed"
+    if q.device.type == "cpu" and not interpreted():
+        return "tensors on a CPU"
+    if q.device.type not in ("cpu", "cuda"):
+        return f"tensors on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"inputs of {q.dtype}"
+    return None
+
+
+def faster(q: Tensor) -> bool:
+    """Whether kernels, where they can run, are the faster way: not for one token, nor float32."""
+    return q.device.type == "cuda" and q.dtype != torch.float32 and q.shape[1] > 1

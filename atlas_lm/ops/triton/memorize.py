@@ -1,0 +1,146 @@
+"""`memorize` by kernels: cut the tokens, mix the gates, run the pieces, put the state together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atlas_lm.ops.pieces import Pieces, cut_into_pieces
+from atlas_lm.ops.segments import Inputs, Outer, finish, prepare
+from atlas_lm.ops.state import MemoryState, Tokens
+from atlas_lm.ops.triton.chunks import Chunks, Mixed, Plan, Slow
+from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
+from atlas_lm.ops.triton.mixing import additive
+from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.shapes import Values, Weights
+
+
+def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[Values, MemoryState]:
+    """q, k, v in the dtype whose products are asked for; gates, weights and state in float32."""
+    rule, q = state.rule, tokens.q
+    pieces = cut_into_pieces(
+        state.position, q.shape[1], tokens.mask, tokens.reset, rule.chunk, rule.window
+    )
+    window = replace(state, keys=state.keys.to(q.dtype), values=state.values.to(q.dtype))
+    inputs = prepare(pieces, window, tokens)
+    terms = 0 if rule.optimizer == "gd" else 1
+    sizes = sizes_of(rule, state.weights, q.shape[-1], tokens.v.shape[-1], pieces.width, terms)
+    begun = Begun.of(pieces, state, outer, sizes)
+    plan = Plan(sizes, marks_of(pieces, q.shape[0], sizes.heads), begun.own)
+    flat = [x.flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)]
+    y, weights, momentum, kept = Chunks.apply(
+        plan, *flat, *mixed(inputs), *slow_of(outer, sizes),
+        begun.weights, begun.momentum, begun.anchor if begun.own else None, begun.initial,
+    )  # fmt: skip
+    anchor = last_anchor(pieces, begun, weights, kept, sizes)
+    y = pieces.join(y.unflatten(1, (-1, sizes.heads)))
+
+    def named(flat: Tensor | None, like: Weights) -> Weights:
+        parts = {} if flat is None else unflatten(flat.unflatten(0, (-1, sizes.heads)), sizes)
+        return {n: parts[n] for n in like}
+
+    return y, finish(
+        pieces,
+        state,
+        tokens,
+        weights=named(weights, state.weights),
+        anchor=named(anchor, state.anchor),
+        momentum=named(momentum, state.momentum),
+    )
+
+
+def mixed(inputs: Inputs) -> Mixed:
+    """The gates as mixing matrices, `[n z ...]`."""
+    count = inputs.alpha.shape[0]
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.flatten(0, 2)
+
+    filled = inputs.filled
+    if filled is not None:
+        filled = filled.float().expand_as(inputs.alpha).contiguous()
+    gates = (rows(x) for x in (inputs.alpha, inputs.eta, inputs.theta, inputs.gamma, filled))
+    made = additive(*gates)  # pyright: ignore[reportArgumentType]
+    kept, carried, share, push_kept, push = (
+        None if x is None else x.unflatten(0, (count, -1)) for x in made
+    )
+    assert kept is not None
+    assert share is not None
+    return Mixed(kept, carried, share, push_kept, push)
+
+
+def slow_of(outer: Outer, sizes: Sizes) -> Slow:
+    coefficients = outer.coefficients
+    if coefficients is not None:
+        coefficients = coefficients.expand(sizes.heads, -1)
+    return Slow(outer.slow.get("gain"), outer.slow.get("residual"), coefficients)
+
+
+class Begun(NamedTuple):
+    """The state as the first piece finds it, flat, `[z size]`."""
+
+    weights: Tensor
+    momentum: Tensor | None
+    anchor: Tensor
+    own: bool
+    """Some row is in the middle of a chunk: its anchor is not its weights."""
+    initial: Tensor
+    """`[h size]`"""
+
+    @classmethod
+    def of(cls, pieces: Pieces, state: MemoryState, outer: Outer, sizes: Sizes) -> Begun:
+        initial = flatten(outer.initial, sizes)
+        first = pieces.begins[0]
+
+        def rows(x: Tensor, fresh: Tensor) -> Tensor:
+            return first.select(fresh.expand_as(x), x).flatten(0, 1).contiguous()
+
+        weights = rows(flatten(state.weights, sizes), initial)
+        momentum = None
+        if state.momentum:
+            momentum = rows(flatten(state.momentum, sizes), torch.zeros_like(initial))
+        own = bool(((pieces.start[:, 0] % pieces.chunk != 0) & (pieces.length[:, 0] > 0)).any())
+        anchor = rows(flatten(state.anchor, sizes), initial) if own else weights
+        return cls(weights, momentum, anchor, own, initial)
+
+
+def marks_of(pieces: Pieces, batch: int, heads: int) -> Tensor:
+    """What the kernels do before each piece: 1, begin a document; 2, keep the weights as an anchor.
+
+    The first piece needs neither: its state is made before.
+    """
+    begins = pieces.fresh.clone()
+    begins[:, 0] = False
+    number, open_ = open_chunks(pieces)
+    keeps = torch.zeros_like(begins)
+    keeps[torch.arange(len(number)), number] = open_ & (number > 0)
+    marks = begins.int() + 2 * keeps.int()
+    marks = marks.expand(batch, -1).t().repeat_interleave(heads, 1)
+    return marks.contiguous().to(pieces.device)
+
+
+def open_chunks(pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """`[r]`: the last piece with a token, and whether its chunk goes on after it."""
+    filled = pieces.length > 0
+    number = (filled * torch.arange(pieces.number)).amax(1)
+    end = (pieces.start + pieces.length).gather(1, number[:, None])[:, 0]
+    return number, (end % pieces.chunk != 0) & filled.any(1)
+
+
+def last_anchor(pieces: Pieces, begun: Begun, weights, kept, sizes: Sizes) -> Tensor:
+    """Where the gradients of the next token are taken."""
+    number, open_ = open_chunks(pieces)
+    unread = ~(pieces.length > 0).any(1)
+    for rows, chosen in (
+        ((open_ & (number > 0)), kept),
+        ((open_ & (number == 0)) | unread, begun.anchor),
+    ):
+        if rows.all():
+            return chosen
+        if rows.any():
+            flags = rows.expand(weights.shape[0] // sizes.heads).repeat_interleave(sizes.heads)
+            weights = torch.where(flags.to(weights.device)[:, None], chosen, weights)
+    return weights

@@ -1,0 +1,293 @@
+"""Gradients of the factors of pairs (`pairs`): a second derivative of the memory's loss.
+
+The factors are pushed into matrices with weights of their own; `pushes` holds the gradients of
+those matrices, `pulls` the weights. What comes back goes through the first derivative to the keys,
+the values and the anchor.
+"""
+
+import triton
+import triton.language as tl
+
+from atlas_lm.ops.triton.branch import gelu, gelu_bend, gelu_slope, through_norm
+from atlas_lm.ops.triton.pairs import error_at_branch, hidden_inputs
+from atlas_lm.ops.triton.reading_backward import only
+from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, put, tile
+
+
+@triton.jit
+def add_to(base, value, rows, columns, height, width):
+    """Add to a tile of a contiguous matrix `[height, width]`."""
+    put(base, tile(base, rows, columns, height, width) + value, rows, columns, height, width)
+
+
+@triton.jit
+def pulled(
+    u, x, du, dx, d_pulls, pushes, pulls, rows, outs, ins, height,
+    OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Back through sum_i pull_i u_i x_i^T for every push: adds to du, dx and d_pulls."""
+    PULLS: tl.constexpr = S.pulls
+    for j in range(PULLS):
+        weight = tl.load(pulls + j * S.pairs + rows, mask=rows < height, other=0.0)
+        push = tile(pushes + j * S.size, outs, ins, OUT, WIDTH)
+        back = dot(u, push, DOT)
+        dx += weight[:, None] * back
+        d_pulls += only(tl.sum(x * back, 1), j, S.block_pulls)
+        du += dot(weight[:, None] * x, tl.trans(push), DOT)
+    return du, dx, d_pulls
+
+
+@triton.jit
+def to_keys(
+    df, f, dk, degrees, k, rows, ds, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of a tile of phi to the keys, and its sums by degree."""
+    dk += features_backward(
+        df, k, rows, ds, height, left, right, scale, S.d_k, S.features, S.block_k, DOT
+    )
+    if S.features != S.d_k:
+        degrees += by_degree(df * f, ds, S.d_k)
+    return dk, degrees
+
+
+@triton.jit
+def through_linear(
+    k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, rows, height,
+    left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    V: tl.constexpr = S.block_v
+    D: tl.constexpr = S.features
+    STEP: tl.constexpr = S.block_d
+    vs = tl.arange(0, V)
+    u = tile(u1, rows, vs, height, S.d_v)
+    du = tl.zeros((rows.shape[0], V), tl.float32)
+    degrees = tl.zeros((4,), tl.float32)
+    if S.written:
+        du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
+    for d in range(0, D, STEP):
+        ds = d + tl.arange(0, STEP)
+        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+        du, df, d_pulls = pulled(
+            u, f, du, tl.zeros_like(f), d_pulls, pushes, pulls, rows, vs, ds, height,
+            S.d_v, S.pitch, S, DOT,
+        )  # fmt: skip
+        dk, degrees = to_keys(df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT)
+    put(dv, -du, rows, vs, height, S.d_v)
+    if S.objective == 0:
+        for d in range(0, D, STEP):
+            ds = d + tl.arange(0, STEP)
+            f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+            add_to(d_anchor, dot(tl.trans(du), f, DOT), vs, ds, S.d_v, S.pitch)
+            df = dot(du, tile(anchor, vs, ds, S.d_v, S.pitch), DOT)
+            dk, degrees = to_keys(
+                df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT
+            )
+    return dk, d_pulls, degrees
+
+
+@triton.jit
+def through_error(
+    up, o, k, v, dv, d_gain, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
+):
+    """From the gradient of u1 to the branch o, the raw key's residual, the value and the gain."""
+    u1, e, unit, size = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
+    inside = (rows < height)[:, None]
+    up = tl.where(inside, up, 0.0)
+    e = tl.where(inside, e, 0.0)
+    de, do = up, up
+    if S.norm:
+        weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
+        grad = weight * e
+        along_up = tl.sum(up * unit, 1) / S.d_v
+        along = tl.sum(grad * unit, 1) / S.d_v
+        to_unit = -size[:, None] * (up * along[:, None] + grad * along_up[:, None])
+        to_size = tl.sum(up * u1, 1) / S.d_v * size
+        at_unit = through_norm(up, unit, size, vs, S.d_v)
+        de = weight * at_unit
+        d_weight = tl.sum(at_unit * e, 0)
+        if S.objective == 0:
+            d_weight += tl.sum(de * unit, 0)
+            to_unit += weight * de
+        do = through_norm(to_unit, unit, size, vs, S.d_v) - to_size[:, None] * unit
+        at = d_gain + vs
+        tl.store(at, tl.load(at, mask=vs < S.d_v, other=0.0) + d_weight, mask=vs < S.d_v)
+    elif S.objective == 1:
+        do = tl.zeros_like(up)
+    put(dv, -de, rows, vs, height, S.d_v)
+    return do, de
+
+
+@triton.jit
+def through_second_layer(
+    k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
+    rows, vs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Back to u1 from everything made of it; writes what is known of h, z and the value."""
+    F: tl.constexpr = S.block_f
+    HIDDEN: tl.constexpr = S.hidden
+    D: tl.constexpr = S.features
+    STEP: tl.constexpr = S.block_d
+    W2: tl.constexpr = S.d_v * S.hidden
+    W3: tl.constexpr = W2 + S.hidden * S.pitch
+    ROOM: tl.constexpr = S.pairs * S.hidden
+    u = tile(u1, rows, vs, height, S.d_v)
+    du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
+    if S.written:
+        du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
+    o = tl.zeros_like(du)
+    degrees = tl.zeros((4,), tl.float32)
+    for start in range(0, HIDDEN, F):
+        hs = start + tl.arange(0, F)
+        w1 = tile(anchor, vs, hs, S.d_v, S.hidden)
+        x = tile(h, rows, hs, height, S.hidden).to(tl.float32)
+        o += dot(x, tl.trans(w1), DOT)
+        dx, of_u2, of_u3 = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
+        if S.written:
+            dx += tile(d_h, rows, hs, height, S.hidden).to(tl.float32)
+            of_u2 += tile(d_u2, rows, hs, height, S.hidden).to(tl.float32)
+            if S.network == 2:
+                of_u3 += tile(d_u3, rows, hs, height, S.hidden).to(tl.float32)
+        du, dx, d_pulls = pulled(
+            u, x, du, dx, d_pulls, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT
+        )
+        for d in range(0, D, STEP):
+            ds = d + tl.arange(0, STEP)
+            f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+            of_u2, df, d_pulls = pulled(
+                tile(u2, rows, hs, height, S.hidden), f, of_u2, tl.zeros_like(f), d_pulls,
+                pushes + W2, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
+            )  # fmt: skip
+            if S.network == 2:
+                of_u3, df, d_pulls = pulled(
+                    tile(u3, rows, hs, height, S.hidden), f, of_u3, df, d_pulls,
+                    pushes + W3, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
+                )  # fmt: skip
+            dk, degrees = to_keys(
+                df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT
+            )
+        z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
+        back = dot(u, w1, DOT)
+        d_back = of_u2 * gelu_slope(z)
+        dz = of_u2 * back * gelu_bend(z)
+        if S.network == 2:
+            value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
+            put(scratch + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
+            d_back = d_back * value + of_u3 * gelu(z)
+            dz = dz * value + of_u3 * back * gelu_slope(z)
+        du += dot(d_back, tl.trans(w1), DOT)
+        put(scratch, dx, rows, hs, height, S.hidden)
+        put(scratch + ROOM, dz, rows, hs, height, S.hidden)
+        put(scratch + 2 * ROOM, d_back, rows, hs, height, S.hidden)
+    return du, o, dk, d_pulls, degrees
+
+
+@triton.jit
+def through_hidden(
+    do, k, anchor, d_anchor, u1, h, scratch, dk, degrees, rows, vs, height,
+    left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """From the branch and what the second layer left, to the anchor and the keys."""
+    F: tl.constexpr = S.block_f
+    HIDDEN: tl.constexpr = S.hidden
+    D: tl.constexpr = S.features
+    STEP: tl.constexpr = S.block_d
+    W2: tl.constexpr = S.d_v * S.hidden
+    W3: tl.constexpr = W2 + S.hidden * S.pitch
+    ROOM: tl.constexpr = S.pairs * S.hidden
+    u = tile(u1, rows, vs, height, S.d_v)
+    for start in range(0, HIDDEN, F):
+        hs = start + tl.arange(0, F)
+        x = tile(h, rows, hs, height, S.hidden)
+        dx = tile(scratch, rows, hs, height, S.hidden)
+        dx += dot(do, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
+        d_back = tile(scratch + 2 * ROOM, rows, hs, height, S.hidden)
+        grad = dot(tl.trans(u), d_back, DOT) + dot(tl.trans(do), x, DOT)
+        add_to(d_anchor, grad, vs, hs, S.d_v, S.hidden)
+        z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
+        dz = tile(scratch + ROOM, rows, hs, height, S.hidden)
+        d_value = dz
+        if S.network == 2:
+            value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
+            d_value = tile(scratch + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
+            dx *= value
+        dz += dx * gelu_slope(z)
+        for d in range(0, D, STEP):
+            ds = d + tl.arange(0, STEP)
+            f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+            add_to(d_anchor + W2, dot(tl.trans(dz), f, DOT), hs, ds, S.hidden, S.pitch)
+            df = dot(dz, tile(anchor + W2, hs, ds, S.hidden, S.pitch), DOT)
+            if S.network == 2:
+                add_to(d_anchor + W3, dot(tl.trans(d_value), f, DOT), hs, ds, S.hidden, S.pitch)
+                df += dot(d_value, tile(anchor + W3, hs, ds, S.hidden, S.pitch), DOT)
+            dk, degrees = to_keys(
+                df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT
+            )
+    return dk, degrees
+
+
+@triton.jit
+def through_factors(
+    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    dk, dv, d_pulls, d_gain, d_degrees, scratch, rows, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Everything for the pairs `rows` below `height`."""
+    V: tl.constexpr = S.block_v
+    K: tl.constexpr = S.block_k
+    PULLS: tl.constexpr = S.block_pulls
+    vs, ks, js = tl.arange(0, V), tl.arange(0, K), tl.arange(0, PULLS)
+    grad_k = tl.zeros((rows.shape[0], K), tl.float32)
+    if S.written:
+        grad_k += tile(dk, rows, ks, height, S.d_k)
+    grad_pulls = tl.zeros((rows.shape[0], PULLS), tl.float32)
+    if S.network == 0:
+        grad_k, grad_pulls, degrees = through_linear(
+            k, anchor, d_anchor, u1, d_u1, pushes, pulls, grad_k, dv, grad_pulls, rows, height,
+            left, right, scale, S, DOT,
+        )  # fmt: skip
+    else:
+        du, o, grad_k, grad_pulls, degrees = through_second_layer(
+            k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, grad_k,
+            grad_pulls, rows, vs, height, left, right, scale, S, DOT,
+        )  # fmt: skip
+        do, de = through_error(du, o, k, v, dv, d_gain, gain, residual, rows, vs, height, S, DOT)
+        if S.objective == 0:
+            if S.d_k == S.d_v:
+                grad_k += de
+            else:
+                grad_k += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
+        tl.debug_barrier()
+        grad_k, degrees = through_hidden(
+            do, k, anchor, d_anchor, u1, h, scratch, grad_k, degrees, rows, vs, height,
+            left, right, scale, S, DOT,
+        )  # fmt: skip
+    put(dk, grad_k, rows, ks, height, S.d_k)
+    inside = (rows[:, None] < height) & (js[None, :] < S.pulls)
+    tl.store(d_pulls + js[None, :] * S.pairs + rows[:, None], grad_pulls, mask=inside)
+    if S.features != S.d_k:
+        at = d_degrees + tl.arange(0, 4)
+        tl.store(at, tl.load(at) + degrees)
+
+
+@triton.jit
+def through_all_factors(
+    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    dk, dv, d_pulls, d_gain, d_degrees, scratch, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The pairs of one piece: its own, then those before it that its windows reach."""
+    TAIL: tl.constexpr = S.block_tail
+    LENGTH: tl.constexpr = S.block_length
+    through_factors(
+        k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes,
+        pulls, dk, dv, d_pulls, d_gain, d_degrees, scratch, S.tail + tl.arange(0, LENGTH),
+        S.pairs, left, right, scale, S, DOT,
+    )  # fmt: skip
+    if S.tail > 0:
+        tl.debug_barrier()
+        through_factors(
+            k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes,
+            pulls, dk, dv, d_pulls, d_gain, d_degrees, scratch, tl.arange(0, TAIL),
+            S.tail, left, right, scale, S, DOT,
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""The sizes a kernel is compiled for, and where a memory's parts lie in the flat arrays.
+
+The fast weights of one row and head are one flat array: w1 `[v f]`, w2 `[f pitch]`, w3 alike; or w
+`[v pitch]`. The pitch is D filled up to whole blocks, with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+
+LINEAR, MLP, GATED = 0, 1, 2
+L2, DOT_PRODUCT = 0, 1
+
+
+class Sizes(NamedTuple):
+    """Compile-time constants of one rule at one shape."""
+
+    network: int
+    norm: bool
+    objective: int
+    heads: int
+    d_k: int
+    d_v: int
+    features: int
+    pitch: int
+    hidden: int
+    length: int
+    """Slots of a piece."""
+    tail: int
+    """Pairs before the piece that its windows reach: c - 1."""
+    terms: int
+    """Matrices that a read mixes with the entering weights: the momentum, or muon's steps."""
+    written: bool
+    """Whether a read sees the pairs of its piece as they are: not under muon, which sees steps."""
+    pulls: int
+    """Sums over the pairs that are pushed into matrices."""
+    block_length: int
+    block_tail: int
+    block_k: int
+    block_v: int
+    block_f: int
+    block_d: int
+    block_terms: int
+    block_pulls: int
+
+    @property
+    def pairs(self) -> int:
+        return self.tail + self.length
+
+    @property
+    def size(self) -> int:
+        """Fast weights of one row and head."""
+        first = self.hidden * self.pitch
+        if self.network == LINEAR:
+            return self.d_v * self.pitch
+        return self.d_v * self.hidden + first * (2 if self.network == GATED else 1)
+
+
+def block(width: int) -> int:
+    """The smallest block a product takes that holds this many."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def feature_block(d_k: int, features: int) -> int:
+    """Identity: all at once. Else the largest block that fills up to few zeros."""
+    if features == d_k:
+        return block(d_k)
+    return 64 if -features % 64 <= 16 else 32
