@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from math import factorial
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from atlas_lm.nn.conv import ShortConv
+from atlas_lm.nn.fused import norm_and_open, project_qkv
 from atlas_lm.nn.gates import GateMaps
 from atlas_lm.nn.initialise import initialise
-from atlas_lm.nn.norm import RMSNorm, unit
+from atlas_lm.nn.norm import RMSNorm
 from atlas_lm.nn.packing import Packing
 from atlas_lm.nn.stream import checked, expect_count
 from atlas_lm.ops import Gates, MemoryState, init_memory, memorize
@@ -111,9 +110,9 @@ class MemoryLayer(nn.Module):
         super().__init__()
         self.config, self.rule = config, config.memory_rule
         heads, d_k, d_v = config.heads, config.key_width, config.value_width
-        self.sizes = [heads * d_k, heads * d_k, heads * d_v]
-        self.project = nn.Linear(config.dim, sum(self.sizes), bias=False)
-        self.conv = ShortConv(sum(self.sizes), config.conv)
+        channels = heads * (2 * d_k + d_v)
+        self.project = nn.Linear(config.dim, channels, bias=False)
+        self.conv = ShortConv(channels, config.conv)
         self.gates = GateMaps(self.rule, config.dim, heads, config.gate_rank, config.retention)
         made = init_memory(self.rule, heads, d_k, d_v, config.hidden)
         # a memory that divides by its sum of weights begins at zero and stays there
@@ -176,20 +175,16 @@ class MemoryLayer(nn.Module):
             reset=reset,
             impl=self.config.impl,
         )
-        opened = silu(self.open(x)).unflatten(-1, y.shape[2:])
-        out = self.out(rearrange(self.norm(y) * opened, "b t h v -> b t (h v)"))
+        out = self.out(norm_and_open(y, self.open(x), self.norm))
         return out, LayerState(memory=memory, tail=tail)
 
     def write_inputs(
         self, x: Embeddings, tail: Tensor, packing: Packing | None
     ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor]:
         """What the operation takes: q, k, v, gates; and the next tail of the convolution."""
-        mixed, tail = self.conv(self.project(x), tail, packing)
-        q, k, v = (
-            part.unflatten(-1, (self.config.heads, -1))
-            for part in silu(mixed).split(self.sizes, -1)
-        )
-        return unit(q), unit(k), v, self.gates(x, self.coefficients), tail
+        widths = self.config.heads, self.config.key_width, self.config.value_width
+        q, k, v, tail = project_qkv(self.project(x), tail, self.conv, widths, packing)
+        return q, k, v, self.gates(x, self.coefficients), tail
 
 
 def operation() -> Callable:

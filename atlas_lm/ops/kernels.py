@@ -69,7 +69,16 @@ def why_not_here(q: Tensor) -> str | None:
         return f"tensors on {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"inputs of {q.dtype}"
-    return None
+    return why_not_assembled(q.device) if q.is_cuda else None
+
+
+@cache
+def why_not_assembled(device: torch.device) -> str | None:
+    """Kernels that would be compiled wrong are not run."""
+    from atlas_lm.ops.triton import assembler
+
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return assembler.trouble() if hopper else None
 
 
 def faster(q: Tensor) -> bool:

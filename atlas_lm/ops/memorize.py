@@ -18,6 +18,7 @@ from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.reference import memorize_reference
 from atlas_lm.ops.segments import Outer
 from atlas_lm.ops.state import Gates, MemoryState, Tokens
+from atlas_lm.ops.step import is_step, memorize_step
 from atlas_lm.ops.validation import check_inputs
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Keys, TokenFlag, Values, Weights
@@ -82,6 +83,8 @@ def memorize(
             y, state = memorize_reference(tokens, outer, state)
         elif by_kernels:
             y, state = _kernels(rule)(tokens, outer, state)
+        elif is_step(rule, tokens):
+            y, state = memorize_step(tokens, outer, state, product)
         else:
             parallel = _parallel_form(rule)
             y, state = parallel(tokens, outer, state, product, not hidden)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from atlas_lm.ops.triton.layout import DOTS, monomials
@@ -253,7 +252,7 @@ class _Backward:
             t.scale, branch, self.dq[part], dk, self.d_share[part], self.d_kept[part],
             self.d_steps[part], d_states, d_entered, *d_factors, self.d_gain[part],
             self.d_degrees[part], plan.rows_and_heads,
-            S=s, DOT=DOTS[k.dtype], num_warps=2 * warps(s), num_stages=1,
+            S=s, DOT=DOTS[k.dtype], num_warps=warps(s), num_stages=1,
         )  # fmt: skip
 
     def _write_backward(self, part, k, v, here, written, d_states, d_entered, d_factors, dk):
@@ -271,8 +270,8 @@ class _Backward:
             self.g_weights, self.g_momentum, self.g_initial, self.g_anchors, self.pushes,
             dk, self.dv[part], d_pulls, d_last, self.d_gain_write, self.d_degrees_write,
             self.scratch, k.shape[0], plan.rows_and_heads,
-            OWN=own, BLOCK=min(1024, triton.next_power_of_2(s.size)), S=s, DOT=DOTS[k.dtype],
-            num_warps=2 * warps(s), num_stages=1,
+            OWN=own, S=s, DOT=DOTS[k.dtype],
+            num_warps=warps(s), num_stages=1,
         )  # fmt: skip
         self.d_kept[part][..., -1] += d_last[..., 0]
         self.d_share[part][:, :, -1] += d_pulls[:, :, 0]

@@ -30,7 +30,8 @@ def as_residual(raw, residual, rows, vs, height, S: tl.constexpr, DOT: tl.conste
     else:
         K: tl.constexpr = S.block_k
         ks = tl.arange(0, K)
-        x = dot(tile(raw, rows, ks, height, S.d_k), tl.trans(tile(residual, vs, ks, S.d_v, S.d_k)), DOT)  # fmt: skip
+        r = tile(residual, vs, ks, S.d_v, S.d_k)
+        x = dot(tile(raw, rows, ks, height, S.d_k), tl.trans(r), DOT)
     return x
 
 
@@ -64,7 +65,59 @@ def linear_factors(
             ds = d + tl.arange(0, STEP)
             f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
             e += dot(f, tl.trans(tile(anchor, vs, ds, S.d_v, S.pitch)), DOT)
-    put(u1, tl.where((rows < height)[:, None], e, 0.0), rows, vs, height, S.d_v)
+    e = tl.where((rows < height)[:, None], e, 0.0)
+    put(u1, e, rows, vs, height, S.d_v)
+    return e
+
+
+@triton.jit
+def hidden_layer(
+    k, anchor, rows, hs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
+):
+    """h at the keys, and what takes the gradient at h to that of W2 phi and of W3 phi."""
+    w2 = anchor + S.d_v * S.hidden
+    z = hidden_inputs(k, w2, rows, hs, height, left, right, scale, S, DOT)
+    gate = gelu(z)
+    x, to_z = gate, gelu_slope(z)
+    if S.network == 2:
+        w3 = w2 + S.hidden * S.pitch
+        value = hidden_inputs(k, w3, rows, hs, height, left, right, scale, S, DOT)
+        x, to_z = gate * value, to_z * value
+    return x, to_z, gate
+
+
+@triton.jit
+def branch_errors(
+    k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """u1, the gradient at the branch, `[rows, vs]`; written out too."""
+    F: tl.constexpr = S.block_f
+    HIDDEN: tl.constexpr = S.hidden
+    o = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
+    for start in range(0, HIDDEN, F):
+        hs = start + tl.arange(0, F)
+        x, _, _ = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+        o += dot(x, tl.trans(tile(anchor, vs, hs, S.d_v, S.hidden)), DOT)
+    error, _, _, _ = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
+    put(u1, error, rows, vs, height, S.d_v)
+    return error
+
+
+@triton.jit
+def hidden_factors(
+    error, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """h, u2 and u3 of a block of the hidden layer, written out too."""
+    x, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+    back = dot(error, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
+    of_z, of_value = back * to_z, back * gate
+    put(h, x, rows, hs, height, S.hidden)
+    put(u2, of_z, rows, hs, height, S.hidden)
+    if S.network == 2:
+        put(u3, of_value, rows, hs, height, S.hidden)
+    return x, of_z, of_value
 
 
 @triton.jit
@@ -77,26 +130,14 @@ def deep_factors(
     F: tl.constexpr = S.block_f
     HIDDEN: tl.constexpr = S.hidden
     vs = tl.arange(0, V)
-    w2 = anchor + S.d_v * S.hidden
-    w3 = w2 + S.hidden * S.pitch
-    o = tl.zeros((rows.shape[0], V), tl.float32)
+    error = branch_errors(
+        k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale, S, DOT
+    )
     for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
-        x = gelu(hidden_inputs(k, w2, rows, hs, height, left, right, scale, S, DOT))
-        if S.network == 2:
-            x *= hidden_inputs(k, w3, rows, hs, height, left, right, scale, S, DOT)
-        put(h, x, rows, hs, height, S.hidden)
-        o += dot(x, tl.trans(tile(anchor, vs, hs, S.d_v, S.hidden)), DOT)
-    error, _, _, _ = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
-    put(u1, error, rows, vs, height, S.d_v)
-    for start in range(0, HIDDEN, F):
-        hs = start + tl.arange(0, F)
-        back = dot(error, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
-        z = hidden_inputs(k, w2, rows, hs, height, left, right, scale, S, DOT)
-        if S.network == 2:
-            put(u3, back * gelu(z), rows, hs, height, S.hidden)
-            back *= hidden_inputs(k, w3, rows, hs, height, left, right, scale, S, DOT)
-        put(u2, back * gelu_slope(z), rows, hs, height, S.hidden)
+        hidden_factors(
+            error, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale, S, DOT
+        )
 
 
 @triton.jit

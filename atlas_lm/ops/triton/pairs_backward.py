@@ -15,12 +15,6 @@ from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backwar
 
 
 @triton.jit
-def add_to(base, value, rows, columns, height, width):
-    """Add to a tile of a contiguous matrix `[height, width]`."""
-    put(base, tile(base, rows, columns, height, width) + value, rows, columns, height, width)
-
-
-@triton.jit
 def pulled(
     u, x, du, dx, d_pulls, pushes, pulls, rows, outs, ins, height,
     OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
@@ -52,17 +46,15 @@ def to_keys(
 
 
 @triton.jit
-def through_linear(
-    k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, rows, height,
-    left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+def through_sums(
+    k, u1, d_u1, pushes, pulls, dk, d_pulls, degrees, rows, vs, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    V: tl.constexpr = S.block_v
+    """Linear memories: back to u and the keys from the matrices that u phi^T was pushed into."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
-    vs = tl.arange(0, V)
     u = tile(u1, rows, vs, height, S.d_v)
-    du = tl.zeros((rows.shape[0], V), tl.float32)
-    degrees = tl.zeros((4,), tl.float32)
+    du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
     if S.written:
         du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
     for d in range(0, D, STEP):
@@ -73,17 +65,7 @@ def through_linear(
             S.d_v, S.pitch, S, DOT,
         )  # fmt: skip
         dk, degrees = to_keys(df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT)
-    put(dv, -du, rows, vs, height, S.d_v)
-    if S.objective == 0:
-        for d in range(0, D, STEP):
-            ds = d + tl.arange(0, STEP)
-            f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-            add_to(d_anchor, dot(tl.trans(du), f, DOT), vs, ds, S.d_v, S.pitch)
-            df = dot(du, tile(anchor, vs, ds, S.d_v, S.pitch), DOT)
-            dk, degrees = to_keys(
-                df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT
-            )
-    return dk, d_pulls, degrees
+    return du, dk, d_pulls, degrees
 
 
 @triton.jit
@@ -121,7 +103,7 @@ def through_error(
 @triton.jit
 def through_second_layer(
     k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
-    rows, vs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    degrees, rows, vs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Back to u1 from everything made of it; writes what is known of h, z and the value."""
     F: tl.constexpr = S.block_f
@@ -136,7 +118,6 @@ def through_second_layer(
     if S.written:
         du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
     o = tl.zeros_like(du)
-    degrees = tl.zeros((4,), tl.float32)
     for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
         w1 = tile(anchor, vs, hs, S.d_v, S.hidden)
@@ -184,110 +165,62 @@ def through_second_layer(
 
 @triton.jit
 def through_hidden(
-    do, k, anchor, d_anchor, u1, h, scratch, dk, degrees, rows, vs, height,
-    left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    do, k, anchor, u1, h, scratch, rows, vs, hs, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From the branch and what the second layer left, to the anchor and the keys."""
-    F: tl.constexpr = S.block_f
-    HIDDEN: tl.constexpr = S.hidden
-    D: tl.constexpr = S.features
-    STEP: tl.constexpr = S.block_d
+    """From the branch and what the second layer left: the gradients of W1, of z and of the value."""
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
-    u = tile(u1, rows, vs, height, S.d_v)
-    for start in range(0, HIDDEN, F):
-        hs = start + tl.arange(0, F)
-        x = tile(h, rows, hs, height, S.hidden)
-        dx = tile(scratch, rows, hs, height, S.hidden)
-        dx += dot(do, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
-        d_back = tile(scratch + 2 * ROOM, rows, hs, height, S.hidden)
-        grad = dot(tl.trans(u), d_back, DOT) + dot(tl.trans(do), x, DOT)
-        add_to(d_anchor, grad, vs, hs, S.d_v, S.hidden)
-        z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
-        dz = tile(scratch + ROOM, rows, hs, height, S.hidden)
-        d_value = dz
-        if S.network == 2:
-            value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
-            d_value = tile(scratch + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
-            dx *= value
-        dz += dx * gelu_slope(z)
-        for d in range(0, D, STEP):
-            ds = d + tl.arange(0, STEP)
-            f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-            add_to(d_anchor + W2, dot(tl.trans(dz), f, DOT), hs, ds, S.hidden, S.pitch)
-            df = dot(dz, tile(anchor + W2, hs, ds, S.hidden, S.pitch), DOT)
-            if S.network == 2:
-                add_to(d_anchor + W3, dot(tl.trans(d_value), f, DOT), hs, ds, S.hidden, S.pitch)
-                df += dot(d_value, tile(anchor + W3, hs, ds, S.hidden, S.pitch), DOT)
-            dk, degrees = to_keys(
-                df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT
-            )
-    return dk, degrees
+    dx = tile(scratch, rows, hs, height, S.hidden)
+    dx += dot(do, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
+    d_back = tile(scratch + 2 * ROOM, rows, hs, height, S.hidden)
+    grad = dot(tl.trans(tile(u1, rows, vs, height, S.d_v)), d_back, DOT)
+    grad += dot(tl.trans(do), tile(h, rows, hs, height, S.hidden), DOT)
+    z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
+    dz = tile(scratch + ROOM, rows, hs, height, S.hidden)
+    d_value = dz
+    if S.network == 2:
+        value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
+        d_value = tile(scratch + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
+        dx *= value
+    dz += dx * gelu_slope(z)
+    return grad, dz, d_value
 
 
 @triton.jit
-def through_factors(
-    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    dk, dv, d_pulls, d_gain, d_degrees, scratch, rows, height, left, right, scale,
+def through_branch(
+    k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
+    dk, dv, d_gain, d_pulls, degrees, rows, vs, ks, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Everything for the pairs `rows` below `height`."""
-    V: tl.constexpr = S.block_v
-    K: tl.constexpr = S.block_k
-    PULLS: tl.constexpr = S.block_pulls
-    vs, ks, js = tl.arange(0, V), tl.arange(0, K), tl.arange(0, PULLS)
-    grad_k = tl.zeros((rows.shape[0], K), tl.float32)
+    """Deep memories: back to the branch; the rest of the hidden layer waits in `scratch`."""
+    du, o, dk, d_pulls, degrees = through_second_layer(
+        k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
+        degrees, rows, vs, height, left, right, scale, S, DOT,
+    )  # fmt: skip
+    do, de = through_error(du, o, k, v, dv, d_gain, gain, residual, rows, vs, height, S, DOT)
+    if S.objective == 0:
+        if S.d_k == S.d_v:
+            dk += de
+        else:
+            dk += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
+    return do, dk, d_pulls, degrees
+
+
+@triton.jit
+def begin_keys(dk, rows, ks, height, S: tl.constexpr):
+    """What reading left of the keys' gradient."""
+    grad = tl.zeros((rows.shape[0], ks.shape[0]), tl.float32)
     if S.written:
-        grad_k += tile(dk, rows, ks, height, S.d_k)
-    grad_pulls = tl.zeros((rows.shape[0], PULLS), tl.float32)
-    if S.network == 0:
-        grad_k, grad_pulls, degrees = through_linear(
-            k, anchor, d_anchor, u1, d_u1, pushes, pulls, grad_k, dv, grad_pulls, rows, height,
-            left, right, scale, S, DOT,
-        )  # fmt: skip
-    else:
-        du, o, grad_k, grad_pulls, degrees = through_second_layer(
-            k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, grad_k,
-            grad_pulls, rows, vs, height, left, right, scale, S, DOT,
-        )  # fmt: skip
-        do, de = through_error(du, o, k, v, dv, d_gain, gain, residual, rows, vs, height, S, DOT)
-        if S.objective == 0:
-            if S.d_k == S.d_v:
-                grad_k += de
-            else:
-                grad_k += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
-        tl.debug_barrier()
-        grad_k, degrees = through_hidden(
-            do, k, anchor, d_anchor, u1, h, scratch, grad_k, degrees, rows, vs, height,
-            left, right, scale, S, DOT,
-        )  # fmt: skip
+        grad += tile(dk, rows, ks, height, S.d_k)
+    return grad
+
+
+@triton.jit
+def leave_keys(grad_k, grad_pulls, dk, d_pulls, rows, ks, height, S: tl.constexpr):
+    PULLS: tl.constexpr = S.block_pulls
+    js = tl.arange(0, PULLS)
     put(dk, grad_k, rows, ks, height, S.d_k)
     inside = (rows[:, None] < height) & (js[None, :] < S.pulls)
     tl.store(d_pulls + js[None, :] * S.pairs + rows[:, None], grad_pulls, mask=inside)
-    if S.features != S.d_k:
-        at = d_degrees + tl.arange(0, 4)
-        tl.store(at, tl.load(at) + degrees)
-
-
-@triton.jit
-def through_all_factors(
-    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    dk, dv, d_pulls, d_gain, d_degrees, scratch, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The pairs of one piece: its own, then those before it that its windows reach."""
-    TAIL: tl.constexpr = S.block_tail
-    LENGTH: tl.constexpr = S.block_length
-    through_factors(
-        k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes,
-        pulls, dk, dv, d_pulls, d_gain, d_degrees, scratch, S.tail + tl.arange(0, LENGTH),
-        S.pairs, left, right, scale, S, DOT,
-    )  # fmt: skip
-    if S.tail > 0:
-        tl.debug_barrier()
-        through_factors(
-            k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes,
-            pulls, dk, dv, d_pulls, d_gain, d_degrees, scratch, tl.arange(0, TAIL),
-            S.tail, left, right, scale, S, DOT,
-        )  # fmt: skip

@@ -40,7 +40,7 @@ def entered_inputs(
     q, state, terms, kept, steps, rows, outs, skip, left, right, scale,
     OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """kept W phi(q) + sum_s steps_s M_s phi(q) for a matrix `[OUT pitch]`: a tile `[rows, outs]`."""
+    """kept W phi(q) + sum_s steps_s M_s phi(q) of matrices `[OUT pitch]`: `[rows, outs]`."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
     TERMS: tl.constexpr = S.terms
@@ -106,27 +106,11 @@ def deep_branch(
     seen_before = tl.zeros((LENGTH, TAIL), tl.float32)
     for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
-        x = gelu(
-            first_layer(
-                q,
-                state,
-                terms,
-                kept,
-                steps,
-                u2,
-                own,
-                before,
-                rows,
-                hs,
-                W2,
-                left,
-                right,
-                scale,
-                S.hidden,
-                S,
-                DOT,
-            )  # fmt: skip
-        )
+        z = first_layer(
+            q, state, terms, kept, steps, u2, own, before, rows, hs, W2, left, right, scale,
+            S.hidden, S, DOT,
+        )  # fmt: skip
+        x = gelu(z)
         if S.network == 2:
             x *= first_layer(
                 q, state, terms, kept, steps, u3, own, before, rows, hs, W3, left, right, scale,

@@ -71,7 +71,7 @@ def through_first_layer(
 @triton.jit
 def through_deep(
     do, q, state, terms, d_state, d_terms, kept, steps, u1, h, u2, u3, d_h, d_u2, d_u3,
-    share_own, share_before, own, before, d_kept, d_steps, dq, rows, vs, left, right, scale,
+    share, own, before, d_kept, d_steps, dq, rows, vs, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Back through both layers; also <h_t, h_i>, of which the caller needs the gradient."""
@@ -87,9 +87,12 @@ def through_deep(
     back_own, back_before, d_own, d_before = seen_own, seen_before, seen_own, seen_before
     d_degrees = tl.zeros((4,), tl.float32)
     if S.written:
-        back_own = share_own * dot(do, tl.trans(tile(u1, mine, vs, S.pairs, S.d_v)), DOT)
+        back = dot(do, tl.trans(tile(u1, mine, vs, S.pairs, S.d_v)), DOT)
+        back_own = share_tile(share, rows, mine, S.pairs, S) * back
         if S.tail > 0:
-            back_before = share_before * dot(do, tl.trans(tile(u1, past, vs, S.tail, S.d_v)), DOT)
+            back = dot(do, tl.trans(tile(u1, past, vs, S.tail, S.d_v)), DOT)
+            back_before = share_tile(share, rows, past, S.tail, S) * back
+    back_own, back_before = back_own.to(DOT), back_before.to(DOT)
     for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
         z = first_layer(
@@ -142,13 +145,14 @@ def powers(grad, s):
 
 @triton.jit
 def through_pairs(
-    do, d_kernel, seen, share, d_share, q, k, dk, u1, d_u1, dq, rows, pairs, height, vs,
+    do, d_kernel, seen, shares, d_share, q, k, dk, u1, d_u1, dq, rows, pairs, height, vs,
     coefficients, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Back through share, <q, k> and, in deep memories, the second layer's u1, for some pairs."""
     K: tl.constexpr = S.block_k
     ks = tl.arange(0, K)
     s, kernel = alike(q, k, rows, pairs, height, coefficients, S, DOT)
+    share = share_tile(shares, rows, pairs, height, S)
     grad = d_kernel * kernel
     if S.network != 0:
         grad += seen * dot(do, tl.trans(tile(u1, pairs, vs, height, S.d_v)), DOT)
@@ -197,18 +201,20 @@ def read_backward_kernel(
     keep = tl.load(kept + at * S.length + rows, mask=rows < S.length, other=0.0)
     do = tile(dy + at * S.length * S.d_v, rows, vs, S.length, S.d_v).to(tl.float32)
     grad_q = tl.zeros((LENGTH, K), tl.float32)
-    share_own = tl.zeros((LENGTH, LENGTH), tl.float32)
-    share_before = tl.zeros((LENGTH, TAIL), tl.float32)
-    own, before, seen_own, seen_before = share_own, share_before, share_own, share_before
+    own = tl.zeros((LENGTH, LENGTH), tl.float32)
+    before = tl.zeros((LENGTH, TAIL), tl.float32)
+    seen_own, seen_before = own, before
     grad_kept = tl.zeros((LENGTH,), tl.float32)
     grad_steps = tl.zeros((LENGTH, TERMS), tl.float32)
     grad_degrees = tl.zeros((4,), tl.float32)
     if S.written:
-        share_own = share_tile(share, rows, mine, S.pairs, S)
-        own = share_own * alike(q, k, rows, mine, S.pairs, weigh, S, DOT)[1]
+        own = share_tile(share, rows, mine, S.pairs, S)
+        own *= alike(q, k, rows, mine, S.pairs, weigh, S, DOT)[1]
         if S.tail > 0:
-            share_before = share_tile(share, rows, past, S.tail, S)
-            before = share_before * alike(q, k, rows, past, S.tail, weigh, S, DOT)[1]
+            before = share_tile(share, rows, past, S.tail, S)
+            before *= alike(q, k, rows, past, S.tail, weigh, S, DOT)[1]
+    # operands only: half the registers
+    own, before = own.to(DOT), before.to(DOT)
     if S.network == 0:
         d_own, d_before, grad_kept, grad_steps, grad_q, grad_degrees = through_first_layer(
             do, q, state, terms, d_state, d_terms, keep, steps, u1, d_u1, own, before,
@@ -227,48 +233,21 @@ def read_backward_kernel(
             tl.store(d_gain + at * S.d_v + vs, tl.sum(do * unit, 0), mask=vs < S.d_v)
             weight = tl.load(gain + head * S.d_v + vs, mask=vs < S.d_v, other=0.0)
             do = through_norm(weight[None, :] * do, unit, size, vs, S.d_v)
-        seen_own, seen_before, d_own, d_before, grad_kept, grad_steps, grad_q, grad_degrees = (
-            through_deep(
-                do,
-                q,
-                state,
-                terms,
-                d_state,
-                d_terms,
-                keep,
-                steps,
-                u1,
-                h + hidden,
-                u2 + hidden,
-                u3 + hidden,
-                d_h + hidden,
-                d_u2 + hidden,
-                d_u3 + hidden,
-                share_own,
-                share_before,
-                own,
-                before,
-                grad_kept,
-                grad_steps,
-                grad_q,
-                rows,
-                vs,
-                left,
-                right,
-                scale,
-                S,
-                DOT,
-            )  # fmt: skip
-        )
+        made = through_deep(
+            do, q, state, terms, d_state, d_terms, keep, steps, u1, h + hidden, u2 + hidden,
+            u3 + hidden, d_h + hidden, d_u2 + hidden, d_u3 + hidden, share, own, before,
+            grad_kept, grad_steps, grad_q, rows, vs, left, right, scale, S, DOT,
+        )  # fmt: skip
+        seen_own, seen_before, d_own, d_before, grad_kept, grad_steps, grad_q, grad_degrees = made
     grad_coefficients = tl.zeros((4,), tl.float32)
     if S.written:
         grad_q, grad_coefficients = through_pairs(
-            do, d_own, seen_own, share_own, d_share, q, k, dk, u1, d_u1, grad_q, rows, mine,
+            do, d_own, seen_own, share, d_share, q, k, dk, u1, d_u1, grad_q, rows, mine,
             S.pairs, vs, weigh, S, DOT,
         )  # fmt: skip
         if S.tail > 0:
             grad_q, more = through_pairs(
-                do, d_before, seen_before, share_before, d_share, q, k, dk, u1, d_u1, grad_q, rows,
+                do, d_before, seen_before, share, d_share, q, k, dk, u1, d_u1, grad_q, rows,
                 past, S.tail, vs, weigh, S, DOT,
             )  # fmt: skip
             grad_coefficients += more

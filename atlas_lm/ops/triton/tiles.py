@@ -32,17 +32,19 @@ def features(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr,
     Identity where D == D_K; else feature j is scale[j] x[left[j]] x[right[j]], and x[D_K] is 1.
     """
     if D == D_K:
-        return tile(keys, rows, columns, height, D_K).to(tl.float32)
-    here = columns < D
-    one = tl.load(left + columns, mask=here, other=D_K)
-    two = tl.load(right + columns, mask=here, other=D_K)
-    weight = tl.load(scale + columns, mask=here, other=0.0)
-    inside = (rows < height)[:, None]
-    at = keys + rows[:, None] * D_K
-    first = tl.load(at + one[None, :], mask=inside & (one < D_K)[None, :], other=1.0)
-    second = tl.load(at + two[None, :], mask=inside & (two < D_K)[None, :], other=1.0)
-    value = first.to(tl.float32) * second.to(tl.float32) * weight[None, :]
-    return tl.where(inside, value, 0.0)
+        value = tile(keys, rows, columns, height, D_K).to(tl.float32)
+    else:
+        here = columns < D
+        one = tl.load(left + columns, mask=here, other=D_K)
+        two = tl.load(right + columns, mask=here, other=D_K)
+        weight = tl.load(scale + columns, mask=here, other=0.0)
+        inside = (rows < height)[:, None]
+        at = keys + rows[:, None] * D_K
+        first = tl.load(at + one[None, :], mask=inside & (one < D_K)[None, :], other=1.0)
+        second = tl.load(at + two[None, :], mask=inside & (two < D_K)[None, :], other=1.0)
+        value = first.to(tl.float32) * second.to(tl.float32) * weight[None, :]
+        value = tl.where(inside, value, 0.0)
+    return value
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def features_backward(
         first = tl.load(at + one[None, :], mask=inside & (one < D_K)[None, :], other=1.0)
         second = tl.load(at + two[None, :], mask=inside & (two < D_K)[None, :], other=1.0)
         grad = grad * weight[None, :]
-        PRECISION: tl.constexpr = "ieee" if DOT == tl.float32 else "tf32"
+        PRECISION: tl.constexpr = "ieee" if tl.float32 == DOT else "tf32"
         to_first = ((one[:, None] == ks[None, :]) & (ks < D_K)[None, :]).to(tl.float32)
         to_second = ((two[:, None] == ks[None, :]) & (ks < D_K)[None, :]).to(tl.float32)
         total = tl.dot(grad * second.to(tl.float32), to_first, input_precision=PRECISION)

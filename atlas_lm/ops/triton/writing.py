@@ -1,130 +1,145 @@
 """Write pieces into memories, forward: gradients at the anchor, then new weights and momentum.
 
-gd and momentum: one program walks through all pieces of a row and head; the state stays in the
-cache. Muon: one launch for each of its phases, since its steps are made by other programs.
+One program walks through all pieces of a row and head, for gd and momentum. A tile of the state is
+visited once a piece: read, moved by the pairs, and written for the next piece.
 """
 
 import triton
 import triton.language as tl
 
-from atlas_lm.ops.triton.pairs import all_factors
-from atlas_lm.ops.triton.tiles import dot, features, put, tile
-
-
-@triton.jit
-def settle(
-    weights, momentum, states, entered, initial, anchors, new, pushed, rows, columns, height,
-    width, fresh, keep, more, HAS_MOMENTUM: tl.constexpr,
-):  # fmt: skip
-    """Write a tile of the state after a piece; before the next one, if it begins a document, anew.
-
-    `states`, `entered`: what the next piece starts from, rounded; `anchors`: where to keep the
-    weights that a chunk left open was begun with.
-    """
-    inside = (rows[:, None] < height) & (columns[None, :] < width)
-    at = rows[:, None] * width + columns[None, :]
-    begun = tl.load(initial + at, mask=inside & (fresh != 0), other=0.0)
-    new = tl.where(fresh != 0, begun, new)
-    tl.store(weights + at, new, mask=inside)
-    tl.store(states + at, new.to(states.dtype.element_ty), mask=inside & (more != 0))
-    tl.store(anchors + at, new, mask=inside & (keep != 0))
-    if HAS_MOMENTUM:
-        pushed = tl.where(fresh != 0, 0.0, pushed)
-        tl.store(momentum + at, pushed, mask=inside)
-        tl.store(entered + at, pushed.to(entered.dtype.element_ty), mask=inside & (more != 0))
+from atlas_lm.ops.triton.pairs import branch_errors, hidden_factors, linear_factors
+from atlas_lm.ops.triton.tiles import dot, features, tile
 
 
 @triton.jit
 def outer_sum(u, x, weight, DOT: tl.constexpr):
     """sum_i weight_i u_i x_i^T"""
-    return dot(tl.trans(u), weight[:, None] * x.to(tl.float32), DOT)
-
-
-@triton.jit
-def add_pairs(
-    new, pushed, u, x, share, push, rows, height, outs, ins, left, right, scale,
-    OUT: tl.constexpr, IN: tl.constexpr, PHI: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The sums over the pairs `rows`, added to a tile of the weights and of the momentum."""
-    v = tile(u, rows, outs, height, OUT)
-    if PHI:
-        g = features(x, rows, ins, height, left, right, scale, S.d_k, S.features)
-    else:
-        g = tile(x, rows, ins, height, IN).to(tl.float32)
-    new += outer_sum(v, g, tl.load(share + rows, mask=rows < height, other=0.0), DOT)
-    if S.terms > 0:
-        pushed += outer_sum(v, g, tl.load(push + rows, mask=rows < height, other=0.0), DOT)
-    return new, pushed
+    return dot(tl.trans(u), weight[:, None] * x, DOT)
 
 
 @triton.jit
 def write_tile(
-    weights, momentum, states, entered, initial, anchors, u, x, share, push,
-    kept, carried, push_kept, fresh, keep, more, outs, ins, left, right, scale,
-    OUT: tl.constexpr, IN: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr,
-    S: tl.constexpr, DOT: tl.constexpr,
+    weights, momentum, states, entered, initial, anchors, u, x, u_past, x_past,
+    share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+    outs, ins, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One tile `[outs, ins]` of a matrix: what is kept, and the sum over the pairs.
+    """A tile `[outs, ins]` of a matrix after a piece: what is kept, and the sums over the pairs.
 
-    x: the factors h, or the keys if PHI.
+    If the next piece begins a document (fresh) it starts anew. `states`, `entered`: what the next
+    piece starts from, rounded; `anchors`: where to keep the weights a chunk left open began with.
     """
-    TAIL: tl.constexpr = S.block_tail
-    LENGTH: tl.constexpr = S.block_length
-    new = kept * tile(weights, outs, ins, OUT, WIDTH)
-    pushed = new
+    inside = (outs[:, None] < HEIGHT) & (ins[None, :] < WIDTH)
+    at = outs[:, None] * WIDTH + ins[None, :]
+    new = kept * tl.load(weights + at, mask=inside, other=0.0)
     if S.terms > 0:
-        s = tile(momentum, outs, ins, OUT, WIDTH)
+        s = tl.load(momentum + at, mask=inside, other=0.0)
         new += carried * s
-        pushed = push_kept * s
+        pushed = push_kept * s + outer_sum(u, x, push, DOT)
+        if S.tail > 0:
+            pushed += outer_sum(u_past, x_past, push_past, DOT)
+        pushed = tl.where(fresh != 0, 0.0, pushed)
+        tl.store(momentum + at, pushed, mask=inside)
+        tl.store(entered + at, pushed.to(entered.dtype.element_ty), mask=inside & (more != 0))
+    new += outer_sum(u, x, share, DOT)
     if S.tail > 0:
-        new, pushed = add_pairs(
-            new, pushed, u, x, share, push, tl.arange(0, TAIL), S.tail, outs, ins,
-            left, right, scale, OUT, IN, PHI, S, DOT,
-        )  # fmt: skip
-    new, pushed = add_pairs(
-        new, pushed, u, x, share, push, S.tail + tl.arange(0, LENGTH), S.pairs, outs, ins,
-        left, right, scale, OUT, IN, PHI, S, DOT,
-    )  # fmt: skip
-    settle(
-        weights, momentum, states, entered, initial, anchors, new, pushed, outs, ins, OUT, WIDTH,
-        fresh, keep, more, S.terms > 0,
-    )  # fmt: skip
+        new += outer_sum(u_past, x_past, share_past, DOT)
+    begun = tl.load(initial + at, mask=inside & (fresh != 0), other=0.0)
+    new = tl.where(fresh != 0, begun, new)
+    tl.store(weights + at, new, mask=inside)
+    tl.store(states + at, new.to(states.dtype.element_ty), mask=inside & (more != 0))
+    tl.store(anchors + at, new, mask=inside & (keep != 0))
 
 
 @triton.jit
-def write_all(
-    weights, momentum, states, entered, initial, anchors, k, u1, h, u2, u3, share, push,
-    kept, carried, push_kept, fresh, keep, more, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
+def write_first_layer(
+    weights, momentum, states, entered, initial, anchors, k, u, u_past,
+    share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+    mine, past, outs, left, right, scale,
+    HEIGHT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of the weights after a piece."""
-    V: tl.constexpr = S.block_v
-    F: tl.constexpr = S.block_f
+    """The rows `outs` of a matrix on the features of the keys."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
-    ROWS: tl.constexpr = S.d_v if S.network == 0 else S.hidden
-    BLOCK: tl.constexpr = V if S.network == 0 else F
+    for d in range(0, D, STEP):
+        ds = d + tl.arange(0, STEP)
+        f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
+        f_past = f
+        if S.tail > 0:
+            f_past = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
+        write_tile(
+            weights, momentum, states, entered, initial, anchors, u, f, u_past, f_past,
+            share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+            outs, ds, HEIGHT, S.pitch, S, DOT,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_deep(
+    weights, momentum, states, entered, initial, anchors, k, v, anchor, gain, residual,
+    u1, h, u2, u3, share, push, share_past, push_past, kept, carried, push_kept,
+    fresh, keep, more, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A piece into an mlp or gated mlp, block by block of its hidden layer."""
+    V: tl.constexpr = S.block_v
+    F: tl.constexpr = S.block_f
+    HIDDEN: tl.constexpr = S.hidden
+    W2: tl.constexpr = S.d_v * S.hidden
+    W3: tl.constexpr = W2 + S.hidden * S.pitch
     vs = tl.arange(0, V)
-    for start in range(0, ROWS, BLOCK):
-        hs = start + tl.arange(0, BLOCK)
-        if S.network != 0:
-            write_tile(
-                weights, momentum, states, entered, initial, anchors, u1, h, share, push,
-                kept, carried, push_kept, fresh, keep, more, vs, hs, left, right, scale,
-                S.d_v, S.hidden, S.hidden, False, S, DOT,
+    e = branch_errors(
+        k, v, anchor, gain, residual, u1, mine, vs, S.pairs, left, right, scale, S, DOT
+    )
+    e_past = e
+    if S.tail > 0:
+        e_past = branch_errors(
+            k, v, anchor, gain, residual, u1, past, vs, S.tail, left, right, scale, S, DOT
+        )
+    for start in range(0, HIDDEN, F):
+        hs = start + tl.arange(0, F)
+        x, of_z, of_value = hidden_factors(
+            e, k, anchor, h, u2, u3, mine, vs, hs, S.pairs, left, right, scale, S, DOT
+        )
+        x_past, past_z, past_value = x, of_z, of_value
+        if S.tail > 0:
+            x_past, past_z, past_value = hidden_factors(
+                e_past, k, anchor, h, u2, u3, past, vs, hs, S.tail, left, right, scale, S, DOT
+            )
+        write_tile(
+            weights, momentum, states, entered, initial, anchors, e, x, e_past, x_past,
+            share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+            vs, hs, S.d_v, S.hidden, S, DOT,
+        )  # fmt: skip
+        write_first_layer(
+            weights + W2, momentum + W2, states + W2, entered + W2, initial + W2, anchors + W2,
+            k, of_z, past_z, share, push, share_past, push_past, kept, carried, push_kept,
+            fresh, keep, more, mine, past, hs, left, right, scale, S.hidden, S, DOT,
+        )  # fmt: skip
+        if S.network == 2:
+            write_first_layer(
+                weights + W3, momentum + W3, states + W3, entered + W3, initial + W3, anchors + W3,
+                k, of_value, past_value, share, push, share_past, push_past, kept, carried,
+                push_kept, fresh, keep, more, mine, past, hs, left, right, scale, S.hidden, S, DOT,
             )  # fmt: skip
-        for d in range(0, D, STEP):
-            ds = d + tl.arange(0, STEP)
-            for number in tl.static_range(2):
-                if number < S.network or (number == 0 and S.network == 0):
-                    skip = S.d_v * S.hidden + number * S.hidden * S.pitch if S.network != 0 else 0
-                    u = u1 if S.network == 0 else (u2 if number == 0 else u3)
-                    write_tile(
-                        weights + skip, momentum + skip, states + skip, entered + skip,
-                        initial + skip, anchors + skip, u, k, share, push,
-                        kept, carried, push_kept, fresh, keep, more, hs, ds, left, right, scale,
-                        ROWS, S.features, S.pitch, True, S, DOT,
-                    )  # fmt: skip
+
+
+@triton.jit
+def write_linear(
+    weights, momentum, states, entered, initial, anchors, k, v, anchor,
+    u1, share, push, share_past, push_past, kept, carried, push_kept,
+    fresh, keep, more, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A piece into a linear memory."""
+    V: tl.constexpr = S.block_v
+    vs = tl.arange(0, V)
+    u = linear_factors(k, v, anchor, u1, mine, S.pairs, left, right, scale, S, DOT)
+    u_past = u
+    if S.tail > 0:
+        u_past = linear_factors(k, v, anchor, u1, past, S.tail, left, right, scale, S, DOT)
+    write_first_layer(
+        weights, momentum, states, entered, initial, anchors, k, u, u_past,
+        share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+        mine, past, vs, left, right, scale, S.d_v, S, DOT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -140,37 +155,45 @@ def write_kernel(
     """
     z = tl.program_id(0).to(tl.int64)
     head = z % S.heads
-    weights += z * S.size
-    momentum += z * S.size
+    weights, momentum = weights + z * S.size, momentum + z * S.size
     anchors += z * S.size
     initial += head * S.size
     gain += head * S.d_v
     residual += head * S.d_v * S.d_k
     scale += head * S.features
     LAST: tl.constexpr = S.length - 1
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
     for n in range(pieces):
         at = n * rows_and_heads + z
         after = at + rows_and_heads
-        if OWN:
-            anchor = own_anchor + z * S.size
-        else:
-            anchor = states + at * S.size
-        factors_at = at * S.pairs
-        us, hs = u1 + factors_at * S.d_v, h + factors_at * S.hidden
-        u2s, u3s = u2 + factors_at * S.hidden, u3 + factors_at * S.hidden
-        keys = k + factors_at * S.d_k
-        all_factors(
-            keys, v + factors_at * S.d_v, anchor, gain, residual, us, hs, u2s, u3s,
-            left, right, scale, S, DOT,
-        )  # fmt: skip
-        tl.debug_barrier()
+        anchor = own_anchor + z * S.size if OWN else states + at * S.size
+        pairs = at * S.pairs
+        keys, values, us = k + pairs * S.d_k, v + pairs * S.d_v, u1 + pairs * S.d_v
         more = (n + 1 < pieces).to(tl.int32)
         mark = tl.load(marks + after, mask=n + 1 < marked, other=0)
-        write_all(
-            weights, momentum, states + after * S.size, entered + after * S.size,
-            initial, anchors, keys, us, hs, u2s, u3s,
-            share + (at * S.length + LAST) * S.pairs, push + at * S.pairs,
-            tl.load(kept + at * S.length + LAST), tl.load(carried + at * S.length + LAST),
-            tl.load(push_kept + at), mark & 1, mark & 2, more, left, right, scale, S, DOT,
-        )  # fmt: skip
+        last = share + (at * S.length + LAST) * S.pairs
+        now = tl.load(last + mine, mask=mine < S.pairs, other=0.0)
+        now_past = tl.load(last + past, mask=past < S.tail, other=0.0)
+        push_now, push_past, push_keep, carry = now, now_past, 1.0, 1.0
+        if S.terms > 0:
+            push_now = tl.load(push + pairs + mine, mask=mine < S.pairs, other=0.0)
+            push_past = tl.load(push + pairs + past, mask=past < S.tail, other=0.0)
+            push_keep, carry = tl.load(push_kept + at), tl.load(carried + at * S.length + LAST)
+        keep = tl.load(kept + at * S.length + LAST)
+        if S.network == 0:
+            write_linear(
+                weights, momentum, states + after * S.size, entered + after * S.size, initial,
+                anchors, keys, values, anchor, us, now, push_now, now_past, push_past, keep, carry,
+                push_keep, mark & 1, mark & 2, more, mine, past, left, right, scale, S, DOT,
+            )  # fmt: skip
+        else:
+            hidden = pairs * S.hidden
+            write_deep(
+                weights, momentum, states + after * S.size, entered + after * S.size, initial,
+                anchors, keys, values, anchor, gain, residual, us, h + hidden, u2 + hidden,
+                u3 + hidden, now, push_now, now_past, push_past, keep, carry, push_keep,
+                mark & 1, mark & 2, more, mine, past, left, right, scale, S, DOT,
+            )  # fmt: skip
         tl.debug_barrier()

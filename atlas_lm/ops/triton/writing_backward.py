@@ -1,63 +1,201 @@
-"""Gradients of writing pieces (`writing`), from the last piece to the first."""
+"""Gradients of writing pieces (`writing`), from the last piece to the first.
+
+As in the forward a tile of the state is visited once a piece: the gradient of what entered is made
+from that of what left, from what reading gave it, and from the pairs that saw it as their anchor.
+"""
 
 import triton
 import triton.language as tl
 
-from atlas_lm.ops.triton.pairs_backward import through_all_factors
+from atlas_lm.ops.triton.pairs_backward import (
+    begin_keys,
+    leave_keys,
+    through_branch,
+    through_hidden,
+    through_sums,
+    to_keys,
+)
+from atlas_lm.ops.triton.tiles import dot, features, put, tile
 
 
 @triton.jit
-def carry_back(
-    g_weights, g_momentum, state, entered, d_state, d_entered, kept, carried, push_kept,
-    BLOCK: tl.constexpr, S: tl.constexpr,
+def leave_tile(
+    grad, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered, d_state, d_entered,
+    d_anchor, kept, carried, push_kept, fresh, keep, outs, ins,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of what entered the piece, but for what its anchor gets.
+    """A tile of the state's gradient, from after a piece to before it; grad: of the anchor.
 
-    Also the gradients of kept, carried and push_kept, each a sum over all weights.
+    Returns the gradients of kept, carried and push_kept, a sum a row. Where the piece began a
+    document the gradient goes to the initial weights, and ends there.
     """
-    SIZE: tl.constexpr = S.size
-    d_kept = tl.zeros((BLOCK,), tl.float32)
+    inside = (outs[:, None] < HEIGHT) & (ins[None, :] < WIDTH)
+    at = outs[:, None] * WIDTH + ins[None, :]
+    gw = tl.load(g_weights + at, mask=inside, other=0.0)
+    d_kept = tl.sum(gw * tl.load(state + at, mask=inside, other=0.0).to(tl.float32), 1)
     d_carried, d_push_kept = d_kept, d_kept
-    for start in range(0, SIZE, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        here = at < SIZE
-        gw = tl.load(g_weights + at, mask=here, other=0.0)
-        d_kept += gw * tl.load(state + at, mask=here, other=0.0).to(tl.float32)
-        new = kept * gw + tl.load(d_state + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(g_weights + at, new, mask=here)
-        if S.terms > 0:
-            s = tl.load(entered + at, mask=here, other=0.0).to(tl.float32)
-            gs = tl.load(g_momentum + at, mask=here, other=0.0)
-            d_carried += gw * s
-            d_push_kept += gs * s
-            new = push_kept * gs + carried * gw
-            new += tl.load(d_entered + at, mask=here, other=0.0).to(tl.float32)
-            tl.store(g_momentum + at, new, mask=here)
-    return tl.sum(d_kept), tl.sum(d_carried), tl.sum(d_push_kept)
+    if S.terms > 0:
+        s = tl.load(entered + at, mask=inside, other=0.0).to(tl.float32)
+        gs = tl.load(g_momentum + at, mask=inside, other=0.0)
+        d_carried, d_push_kept = tl.sum(gw * s, 1), tl.sum(gs * s, 1)
+        gs = push_kept * gs + carried * gw
+        gs += tl.load(d_entered + at, mask=inside, other=0.0).to(tl.float32)
+        gs = tl.where(fresh != 0, 0.0, gs)
+        tl.store(g_momentum + at, gs, mask=inside)
+        tl.store(pushes + S.size + at, gs.to(pushes.dtype.element_ty), mask=inside)
+    gw = kept * gw + tl.load(d_state + at, mask=inside, other=0.0).to(tl.float32)
+    if OWN:
+        put(d_anchor, grad, outs, ins, HEIGHT, WIDTH)
+    else:
+        gw += grad
+    gw += tl.load(g_anchors + at, mask=inside & (keep != 0), other=0.0)
+    begun = tl.load(g_initial + at, mask=inside & (fresh != 0), other=0.0)
+    tl.store(g_initial + at, begun + gw, mask=inside & (fresh != 0))
+    gw = tl.where(fresh != 0, 0.0, gw)
+    tl.store(g_weights + at, gw, mask=inside)
+    tl.store(pushes + at, gw.to(pushes.dtype.element_ty), mask=inside)
+    return d_kept, d_carried, d_push_kept
 
 
 @triton.jit
-def begin_back(
-    g_weights, g_momentum, pushes, g_initial, g_anchors, fresh, keep,
-    BLOCK: tl.constexpr, S: tl.constexpr,
+def through_first_matrix(
+    dz, dz_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
+    d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+    grad_k, grad_past, degrees, c0, c1, c2, mine, past, outs, left, right, scale,
+    HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Where the piece began a document its gradients go to the initial weights, and end there."""
-    SIZE: tl.constexpr = S.size
-    for start in range(0, SIZE, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        here = at < SIZE
-        gw = tl.load(g_weights + at, mask=here, other=0.0)
-        gw += tl.load(g_anchors + at, mask=here & (keep != 0), other=0.0)
-        begun = tl.load(g_initial + at, mask=here & (fresh != 0), other=0.0)
-        tl.store(g_initial + at, begun + gw, mask=here & (fresh != 0))
-        gw = tl.where(fresh != 0, 0.0, gw)
-        tl.store(g_weights + at, gw, mask=here)
-        tl.store(pushes + at, gw.to(pushes.dtype.element_ty), mask=here)
-        if S.terms > 0:
-            gs = tl.load(g_momentum + at, mask=here, other=0.0)
-            gs = tl.where(fresh != 0, 0.0, gs)
-            tl.store(g_momentum + at, gs, mask=here)
-            tl.store(pushes + SIZE + at, gs.to(pushes.dtype.element_ty), mask=here)
+    """Rows `outs` of a matrix on phi, from the gradients of what it gave: its tiles and the keys."""
+    D: tl.constexpr = S.features
+    STEP: tl.constexpr = S.block_d
+    for d in range(0, D, STEP):
+        ds = d + tl.arange(0, STEP)
+        w = tile(anchor, outs, ds, HEIGHT, S.pitch)
+        f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
+        grad = dot(tl.trans(dz), f, DOT)
+        grad_k, degrees = to_keys(
+            dot(dz, w, DOT), f, grad_k, degrees, k, mine, ds, S.pairs, left, right, scale, S, DOT
+        )
+        if S.tail > 0:
+            f = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
+            grad += dot(tl.trans(dz_past), f, DOT)
+            grad_past, degrees = to_keys(
+                dot(dz_past, w, DOT), f, grad_past, degrees, k, past, ds, S.tail,
+                left, right, scale, S, DOT,
+            )  # fmt: skip
+        a0, a1, a2 = leave_tile(
+            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
+            d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, outs, ds,
+            HEIGHT, S.pitch, OWN, S,
+        )  # fmt: skip
+        c0, c1, c2 = c0 + a0, c1 + a1, c2 + a2
+    return grad_k, grad_past, degrees, c0, c1, c2
+
+
+@triton.jit
+def deep_backward(
+    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
+    state, entered, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
+    mine, past, left, right, scale, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    V: tl.constexpr = S.block_v
+    K: tl.constexpr = S.block_k
+    F: tl.constexpr = S.block_f
+    HIDDEN: tl.constexpr = S.hidden
+    PULLS: tl.constexpr = S.block_pulls
+    W2: tl.constexpr = S.d_v * S.hidden
+    W3: tl.constexpr = W2 + S.hidden * S.pitch
+    vs, ks = tl.arange(0, V), tl.arange(0, K)
+    grad_k, grad_past = begin_keys(dk, mine, ks, S.pairs, S), begin_keys(dk, past, ks, S.tail, S)
+    do, grad_k, grad_pulls, degrees = through_branch(
+        k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
+        grad_k, dv, d_gain, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees, mine, vs, ks,
+        S.pairs, left, right, scale, S, DOT,
+    )  # fmt: skip
+    do_past, pulls_past = do, grad_pulls
+    if S.tail > 0:
+        do_past, grad_past, pulls_past, degrees = through_branch(
+            k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+            scratch, grad_past, dv, d_gain, tl.zeros((past.shape[0], PULLS), tl.float32), degrees,
+            past, vs, ks, S.tail, left, right, scale, S, DOT,
+        )  # fmt: skip
+    c0 = tl.zeros((F,), tl.float32)
+    c1, c2, b0, b1, b2 = c0, c0, 0.0, 0.0, 0.0
+    tl.debug_barrier()
+    for start in range(0, HIDDEN, F):
+        hs = start + tl.arange(0, F)
+        grad, dz, d_value = through_hidden(
+            do, k, anchor, u1, h, scratch, mine, vs, hs, S.pairs, left, right, scale, S, DOT
+        )
+        dz_past, value_past = dz, d_value
+        if S.tail > 0:
+            more, dz_past, value_past = through_hidden(
+                do_past, k, anchor, u1, h, scratch, past, vs, hs, S.tail, left, right, scale, S, DOT
+            )
+            grad += more
+        a0, a1, a2 = leave_tile(
+            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
+            d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
+            S.d_v, S.hidden, OWN, S,
+        )  # fmt: skip
+        b0, b1, b2 = b0 + tl.sum(a0), b1 + tl.sum(a1), b2 + tl.sum(a2)
+        grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
+            dz, dz_past, k, anchor + W2, g_weights + W2, g_momentum + W2, g_initial + W2,
+            g_anchors + W2, pushes + W2, state + W2, entered + W2, d_state + W2, d_entered + W2,
+            d_anchor + W2, kept, carried, push_kept, fresh, keep, grad_k, grad_past, degrees,
+            c0, c1, c2, mine, past, hs, left, right, scale, S.hidden, OWN, S, DOT,
+        )  # fmt: skip
+        if S.network == 2:
+            grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
+                d_value, value_past, k, anchor + W3, g_weights + W3, g_momentum + W3,
+                g_initial + W3, g_anchors + W3, pushes + W3, state + W3, entered + W3,
+                d_state + W3, d_entered + W3, d_anchor + W3, kept, carried, push_kept, fresh, keep,
+                grad_k, grad_past, degrees, c0, c1, c2, mine, past, hs, left, right, scale,
+                S.hidden, OWN, S, DOT,
+            )  # fmt: skip
+    leave_keys(grad_k, grad_pulls, dk, d_pulls, mine, ks, S.pairs, S)
+    if S.tail > 0:
+        leave_keys(grad_past, pulls_past, dk, d_pulls, past, ks, S.tail, S)
+    return b0 + tl.sum(c0), b1 + tl.sum(c1), b2 + tl.sum(c2), degrees
+
+
+@triton.jit
+def linear_backward(
+    k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls,
+    g_weights, g_momentum, g_initial, g_anchors, state, entered, d_state, d_entered,
+    kept, carried, push_kept, fresh, keep, degrees, mine, past, left, right, scale,
+    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    V: tl.constexpr = S.block_v
+    K: tl.constexpr = S.block_k
+    PULLS: tl.constexpr = S.block_pulls
+    vs, ks = tl.arange(0, V), tl.arange(0, K)
+    grad_k, grad_past = begin_keys(dk, mine, ks, S.pairs, S), begin_keys(dk, past, ks, S.tail, S)
+    du, grad_k, grad_pulls, degrees = through_sums(
+        k, u1, d_u1, pushes, pulls, grad_k, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees,
+        mine, vs, S.pairs, left, right, scale, S, DOT,
+    )  # fmt: skip
+    put(dv, -du, mine, vs, S.pairs, S.d_v)
+    du_past, pulls_past = du, grad_pulls
+    if S.tail > 0:
+        du_past, grad_past, pulls_past, degrees = through_sums(
+            k, u1, d_u1, pushes, pulls, grad_past, tl.zeros((past.shape[0], PULLS), tl.float32),
+            degrees, past, vs, S.tail, left, right, scale, S, DOT,
+        )  # fmt: skip
+        put(dv, -du_past, past, vs, S.tail, S.d_v)
+    if S.objective == 1:
+        du, du_past = tl.zeros_like(du), tl.zeros_like(du_past)
+    c0 = tl.zeros((V,), tl.float32)
+    tl.debug_barrier()
+    grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
+        du, du_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
+        d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, grad_k, grad_past,
+        degrees, c0, c0, c0, mine, past, vs, left, right, scale, S.d_v, OWN, S, DOT,
+    )  # fmt: skip
+    leave_keys(grad_k, grad_pulls, dk, d_pulls, mine, ks, S.pairs, S)
+    if S.tail > 0:
+        leave_keys(grad_past, pulls_past, dk, d_pulls, past, ks, S.tail, S)
+    return tl.sum(c0), tl.sum(c1), tl.sum(c2), degrees
 
 
 @triton.jit
@@ -67,7 +205,7 @@ def write_backward_kernel(
     d_state, d_entered, d_u1, d_h, d_u2, d_u3,
     g_weights, g_momentum, g_initial, g_anchors, pushes,
     dk, dv, d_pulls, d_last, d_gain, d_degrees, scratch, pieces, rows_and_heads,
-    OWN: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one row and head. `pushes`: g_weights and g_momentum, rounded."""
     z = tl.program_id(0).to(tl.int64)
@@ -79,37 +217,47 @@ def write_backward_kernel(
     residual += head * S.d_v * S.d_k
     scale += head * S.features
     d_gain += z * S.d_v
-    d_degrees += z * 4
     scratch += z * 4 * S.pairs * S.hidden
     LAST: tl.constexpr = S.length - 1
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
+    degrees = tl.zeros((4,), tl.float32)
     for back in range(pieces):
-        n = pieces - 1 - back
-        at = n * rows_and_heads + z
+        at = (pieces - 1 - back) * rows_and_heads + z
         size, pairs = at * S.size, at * S.pairs
-        d0, d1, d2 = carry_back(
-            g_weights, g_momentum, state + size, entered + size, d_state + size, d_entered + size,
-            tl.load(kept + at * S.length + LAST), tl.load(carried + at * S.length + LAST),
-            tl.load(push_kept + at), BLOCK, S,
-        )  # fmt: skip
+        anchor = own_anchor + z * S.size if OWN else state + size
+        d_anchor = d_own_anchor + z * S.size if OWN else g_weights
+        wide, pull = pairs * S.d_v, pairs * S.pulls
+        mark = tl.load(marks + at)
+        keep, carry = tl.load(kept + at * S.length + LAST), 1.0
+        push_keep = 1.0
+        if S.terms > 0:
+            carry, push_keep = tl.load(carried + at * S.length + LAST), tl.load(push_kept + at)
+        if S.network == 0:
+            d0, d1, d2, degrees = linear_backward(
+                k + pairs * S.d_k, anchor, d_anchor, u1 + wide, d_u1 + wide, pushes, pulls + pull,
+                dk + pairs * S.d_k, dv + wide, d_pulls + pull, g_weights, g_momentum, g_initial,
+                g_anchors, state + size, entered + size, d_state + size, d_entered + size,
+                keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
+                left, right, scale, OWN, S, DOT,
+            )  # fmt: skip
+        else:
+            deep = pairs * S.hidden
+            d0, d1, d2, degrees = deep_backward(
+                k + pairs * S.d_k, v + wide, anchor, d_anchor, gain, residual,
+                u1 + wide, h + deep, u2 + deep, u3 + deep,
+                d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes, pulls + pull,
+                dk + pairs * S.d_k, dv + wide, d_pulls + pull, d_gain, scratch,
+                g_weights, g_momentum, g_initial, g_anchors,
+                state + size, entered + size, d_state + size, d_entered + size,
+                keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
+                left, right, scale, OWN, S, DOT,
+            )  # fmt: skip
         tl.store(d_last + at * 3, d0)
         tl.store(d_last + at * 3 + 1, d1)
         tl.store(d_last + at * 3 + 2, d2)
         tl.debug_barrier()
-        if OWN:
-            anchor, d_anchor = own_anchor + z * S.size, d_own_anchor + z * S.size
-        else:
-            anchor, d_anchor = state + size, g_weights
-        wide, deep = pairs * S.d_v, pairs * S.hidden
-        through_all_factors(
-            k + pairs * S.d_k, v + wide, anchor, d_anchor, gain, residual,
-            u1 + wide, h + deep, u2 + deep, u3 + deep,
-            d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes, pulls + pairs * S.pulls,
-            dk + pairs * S.d_k, dv + wide, d_pulls + pairs * S.pulls, d_gain, d_degrees, scratch,
-            left, right, scale, S, DOT,
-        )  # fmt: skip
-        tl.debug_barrier()
-        mark = tl.load(marks + at)
-        begin_back(
-            g_weights, g_momentum, pushes, g_initial, g_anchors, mark & 1, mark & 2, BLOCK, S
-        )
-        tl.debug_barrier()
+    if S.features != S.d_k:
+        at_degrees = d_degrees + z * 4 + tl.arange(0, 4)
+        tl.store(at_degrees, tl.load(at_degrees) + degrees)

@@ -1,0 +1,160 @@
+"""One token at a time: the recurrence itself, for all rows at once, whatever their positions.
+
+    pairs     the window and this one, those before the document weighed by 0
+    G         sum_j gamma_j u_j x_j^T at the anchor
+    W, S      one step of gd, momentum or muon
+    anchor    W in the rows whose chunk is over
+
+Nothing is cut, so nothing has to be known about the numbers: a GPU never waits for the CPU, and
+the calls are the same for every token, as a CUDA graph needs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atlas_lm.ops.features import features_of
+from atlas_lm.ops.gradients import pair_gradients
+from atlas_lm.ops.networks import Frozen, add_residual, network_of
+from atlas_lm.ops.newton_schulz import newton_schulz
+from atlas_lm.ops.pieces import Flags
+from atlas_lm.ops.segments import Outer
+from atlas_lm.ops.state import MemoryState, Tokens
+from atlas_lm.rules import Rule
+from atlas_lm.shapes import Position, Product, Values, Weights
+
+
+def is_step(rule: Rule, tokens: Tokens) -> bool:
+    """Whether there is one token in every row, and weights that can be stepped."""
+    one = tokens.q.shape[1] == 1 and tokens.mask is None and tokens.reset is None
+    return one and rule.features != "exponential"
+
+
+def memorize_step(
+    tokens: Tokens, outer: Outer, state: MemoryState, product: Product
+) -> tuple[Values, MemoryState]:
+    """Exactly one token a row, none masked and none that begins a document."""
+    rule, phi = state.rule, features_of(state.rule, outer.coefficients)
+    seen = _Seen.of(tokens, state)
+    column = [x if x is None else x.mT.unsqueeze(-1) for x in tokens.gates[:3]]
+    weights, momentum = _written(state, outer, product, seen, *column)
+    q = tokens.q.transpose(1, 2)
+    lin = Frozen(weights, outer.slow, product)
+    y = network_of(rule)(lin, add_residual(q, outer.slow, product), phi(q))
+    ends = rows_at(state.position + 1, rule.chunk)
+    state = replace(
+        state,
+        weights=weights,
+        anchor={n: ends.select(w, state.anchor[n]) for n, w in weights.items()},
+        momentum=momentum,
+        position=state.position + 1,
+        **seen.kept,
+    )
+    return y.transpose(1, 2), state
+
+
+def rows_at(position: Position, multiple: int) -> Flags:
+    """Rows at a multiple of this many tokens. On a CPU looking is free, and spares work."""
+    if multiple == 1:
+        return Flags(torch.ones_like(position, dtype=torch.bool), all=True, none=False)
+    rows = position % multiple == 0
+    if not looking_is_free(position.device):
+        return Flags(rows, all=False, none=False)
+    known = rows.tolist()
+    return Flags(rows, all=all(known), none=not any(known))
+
+
+def looking_is_free(device: torch.device) -> bool:
+    """Whether Python may ask for values without keeping a device waiting."""
+    return device.type == "cpu"
+
+
+class _Seen(NamedTuple):
+    """The pairs that a step is taken on, oldest first, `[b h c .]`."""
+
+    k: Tensor
+    v: Tensor
+    threshold: Tensor | None
+    weight: Tensor
+    """gamma, 0 before the document, `[b h c 1]`."""
+    kept: dict[str, Tensor]
+    """The window of the next token, as the state names it."""
+
+    @classmethod
+    def of(cls, tokens: Tokens, state: MemoryState) -> _Seen:
+        gamma, threshold, c = tokens.gates.importance, tokens.gates.threshold, state.rule.window
+        pairs, kept = {"keys": tokens.k, "values": tokens.v}, {}
+        if threshold is not None:
+            pairs["thresholds"] = threshold
+        if c > 1:
+            pairs = {n: torch.cat([getattr(state, n), x], 1) for n, x in pairs.items()}
+            kept = {n: x[:, 1:] for n, x in pairs.items()}
+            reach = torch.arange(c, device=gamma.device) <= state.position[:, None]
+            gamma = (gamma * reach[:, None, None]).flip(-1)
+        by_head = {n: x.transpose(1, 2) for n, x in pairs.items()}
+        weight = gamma.squeeze(1).unsqueeze(-1)
+        return cls(by_head["keys"], by_head["values"], by_head.get("thresholds"), weight, kept)
+
+
+def _written(
+    state: MemoryState,
+    outer: Outer,
+    product: Product,
+    seen: _Seen,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor | None,
+) -> tuple[Weights, Weights]:
+    """The weights and the momentum after the token; gates `[b h 1 1]`."""
+    rule = state.rule
+    xs, us = _factors(state, outer, product, seen, alpha)
+    inside = rule.optimizer != "muon" or rule.eta_inside
+    share = seen.weight * -eta if inside else -seen.weight
+    pushed = {n: _outer_sum(share, us[n], xs[n], product) for n in state.weights}
+    if theta is None:
+        return {n: torch.addcmul(pushed[n], alpha, w) for n, w in state.weights.items()}, {}
+    momentum = {n: torch.addcmul(pushed[n], theta, s) for n, s in state.momentum.items()}
+    if rule.optimizer == "momentum":
+        steps = momentum
+    else:
+        rate = torch.ones_like(eta) if inside else eta
+        steps = _muon_steps(rule, state.position, momentum, rate, product)
+    if steps is None:
+        return {n: alpha * w for n, w in state.weights.items()}, momentum
+    return {n: torch.addcmul(steps[n], alpha, w) for n, w in state.weights.items()}, momentum
+
+
+def _factors(state: MemoryState, outer: Outer, product: Product, seen: _Seen, alpha: Tensor):
+    """The gradients of the pairs at the anchor: inputs x_i and gradients u_i."""
+    rule, anchor = state.rule, state.anchor
+    if rule.decay_first:
+        anchor = {n: alpha * w for n, w in anchor.items()}
+    lin = Frozen(anchor, outer.slow, product)
+    f = features_of(rule, outer.coefficients)(seen.k)
+    x = add_residual(seen.k, outer.slow, product)
+    return pair_gradients(rule, lin, x, f, seen.v, seen.threshold)
+
+
+def _outer_sum(share: Tensor, u: Tensor, x: Tensor, product: Product) -> Tensor:
+    """sum_i share_i u_i x_i^T, `[b h out in]`, scaled on the narrower side."""
+    if x.shape[-1] <= u.shape[-1]:
+        return product(u.mT, share * x)
+    return product((share * u).mT, x)
+
+
+def _muon_steps(
+    rule: Rule, position: Position, momentum: Weights, rate: Tensor, product: Product
+) -> Weights | None:
+    """What the stride points among the rows add to their weights; None where it is known: none."""
+    live = rows_at(position + 1, rule.stride)
+    if live.none:
+        return None
+    rate = live.select(rate, torch.zeros_like(rate))
+    return {
+        n: rate * newton_schulz(s, rule.ns_steps, rule.ns_coefficients, product)
+        for n, s in momentum.items()
+    }

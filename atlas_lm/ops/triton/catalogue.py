@@ -1,0 +1,180 @@
+"""Every compilation of a kernel that ships, and how to make it for a card that is not here.
+
+Modules that launch kernels list theirs as `KERNELS`; what writes and reads memories is compiled for
+a rule at a shape, and listed here. Kernels decorated under Triton's interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from atlas_lm.ops import triton as package
+from atlas_lm.ops.networks import init_memory
+from atlas_lm.ops.triton.chunks import warps
+from atlas_lm.ops.triton.layout import sizes_of
+from atlas_lm.ops.triton.reading import read_kernel
+from atlas_lm.ops.triton.reading_backward import read_backward_kernel
+from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.ops.triton.writing import write_kernel
+from atlas_lm.ops.triton.writing_backward import write_backward_kernel
+from atlas_lm.rules import RULES, Rule
+
+KIB = 1024
+LIMITS = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
+"""Bytes of shared memory that one program may take, by compute capability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """A kernel, with the types and the constants it is compiled for."""
+
+    name: str
+    family: str
+    """The module that lists it, or that has the kernel."""
+    fn: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int | None = None
+    """None: as many as Triton takes if not told."""
+
+
+class Compiled(NamedTuple):
+    shared: int
+    """Bytes of shared memory."""
+    registers: int | None
+    """Of a thread; None: there is nothing here to look them up with."""
+    spilled: int | None
+    """Bytes of a thread that found no register."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A rule at the shape of one head."""
+
+    rule: Rule
+    d_k: int = 64
+    d_v: int = 64
+    hidden: int | None = None
+
+
+CASES = {
+    "linear, degree 2": Case(rule=Rule(features="polynomial", window=16), d_k=16),
+    "titans": Case(rule=RULES["titans"], hidden=256),
+    "titans, window 16": Case(rule=replace(RULES["titans"], window=16), hidden=256),
+    "omeganet": Case(rule=RULES["omeganet"], d_k=16, hidden=64),
+    "gated_mlp, degree 2, momentum": Case(
+        rule=replace(RULES["atlas_pp"], optimizer="momentum"), d_k=16, hidden=64
+    ),
+}
+"""What memories are written and read for: the shapes that speed is measured at."""
+
+ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
+ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
+ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3"}
+"""Tensors in the dtype of the inputs."""
+COUNTS = {"pieces", "marked", "rows_and_heads"}
+
+
+@cache
+def compilations() -> tuple[Compilation, ...]:
+    """All of them, by family."""
+    found = [each for name, case in CASES.items() for each in memory_kernels(name, case)]
+    for module in sorted(m.name for m in iter_modules(package.__path__)):
+        listed = getattr(import_module(f"{package.__name__}.{module}"), "KERNELS", ())
+        found += [from_list(module, each) for each in listed]
+    return tuple(sorted(found, key=lambda each: each.family))
+
+
+def from_list(module: str, listed: dict[str, Any]) -> Compilation:
+    """What a module lists, but for how pointers are aligned: all are alike."""
+    known = {field.name for field in fields(Compilation)} & listed.keys()
+    return Compilation(family=module, **{name: listed[name] for name in known})
+
+
+def memory_kernels(name: str, case: Case) -> list[Compilation]:
+    """What writes and reads memories of a rule, in bfloat16 and chunks as they are launched."""
+    rule = case.rule
+    weights = init_memory(rule, 16, case.d_k, case.d_v, case.hidden, device="meta")
+    terms = 0 if rule.optimizer == "gd" else 1
+    sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms)
+    return [
+        memory_kernel(name, fn, sizes)
+        for fn in (write_kernel, read_kernel, read_backward_kernel, write_backward_kernel)
+    ]
+
+
+def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
+    block = min(1024, triton.next_power_of_2(sizes.size))
+    constants = {"OWN": False, "BLOCK": block, "S": sizes, "DOT": tl.bfloat16}
+    constants = {n: value for n, value in constants.items() if n in fn.arg_names}
+
+    def kind(argument: str) -> str:
+        if argument in constants:
+            return "constexpr"
+        if argument in COUNTS:
+            return "i32"
+        if argument in ("left", "right", "marks"):
+            return "*i32"
+        return "*bf16" if argument in ROUNDED else "*fp32"
+
+    return Compilation(
+        name=f"{fn.__name__} of {name}",
+        family=module_of(fn),
+        fn=fn,
+        signature={argument: kind(argument) for argument in fn.arg_names},
+        constexprs=constants,
+        num_warps=warps(sizes),
+        num_stages=1,
+    )
+
+
+def module_of(fn: Any) -> str:
+    """Where a kernel is defined: what Triton wraps it in may be of a module of Triton's."""
+    return fn.fn.__module__.rpartition(".")[2]
+
+
+def compile_for(compilation: Compilation, capability: int) -> Compiled:
+    """Compile a kernel for a card of this compute capability, which need not be here."""
+    names = compilation.fn.arg_names
+    signature = {name: compilation.signature[name] for name in names}
+    # torch aligns what it allocates, and Triton looks at the pointers of every launch
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")
+    }
+    source = ASTSource(compilation.fn, signature, compilation.constexprs, aligned)
+    options = {"num_warps": compilation.num_warps}
+    if compilation.num_stages is not None:
+        options["num_stages"] = compilation.num_stages
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Compiled(made.metadata.shared, *resources(made.asm["cubin"]))
+
+
+def resources(cubin: bytes) -> tuple[int, int] | tuple[None, None]:
+    """Registers and spilled bytes of a thread, by the tool that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None, None
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [tool, "--dump-resource-usage", file]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    if found is None:
+        return None, None
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local

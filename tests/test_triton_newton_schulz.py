@@ -1,0 +1,144 @@
+"""Newton-Schulz kernels in Triton's interpreter against the plain form in float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from atlas_lm.ops.newton_schulz import newton_schulz as plain
+from atlas_lm.ops.triton import newton_schulz as fused
+
+if not fused.INTERPRETED:
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+SHAPES = [(16, 16), (16, 24), (20, 16), (5, 40)]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found, expected, error=1e-4):
+    assert found.shape == expected.shape
+    assert (found.double() - expected).norm() <= error * expected.norm()
+
+
+def assert_same_as_plain(matrix, steps=5, coefficients="muon"):
+    weight = normal(*matrix.shape, seed=9)
+    inputs = matrix.clone().requires_grad_(), matrix.double().requires_grad_()
+    found = fused.newton_schulz(inputs[0], steps, coefficients)
+    expected = plain(inputs[1], steps, coefficients)
+    assert found.dtype == matrix.dtype
+    assert_close(found, expected)
+    (grad,) = torch.autograd.grad((found * weight).sum(), inputs[0])
+    (expected_grad,) = torch.autograd.grad((expected * weight).sum(), inputs[1])
+    assert_close(grad, expected_grad)
+
+
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_values_and_gradients_are_those_of_the_plain_form(m, n):
+    assert_same_as_plain(normal(1, 3, m, n))
+
+
+@pytest.mark.parametrize(
+    ("steps", "coefficients"),
+    [(5, "polar_express"), (7, "polar_express"), (1, "muon"), (3, "cubic")],
+)
+def test_every_schedule(steps, coefficients):
+    assert_same_as_plain(normal(2, 7, 16), steps, coefficients)
+
+
+def test_a_matrix_without_batch_and_a_transposed_view():
+    assert_same_as_plain(normal(16, 20))
+    view = normal(2, 20, 16).mT
+    assert_close(fused.newton_schulz(view), plain(view.double()))
+
+
+def test_rank_deficient():
+    assert_same_as_plain(normal(2, 16, 3) @ normal(2, 3, 24, seed=1))
+
+
+def test_zero_stays_zero_and_its_gradient_is_that_of_the_plain_form():
+    assert_same_as_plain(torch.cat([torch.zeros(1, 16, 24), normal(1, 16, 24)])[:1])
+    assert not fused.newton_schulz(torch.zeros(2, 16, 24)).any()
+
+
+def test_no_matrices():
+    empty = torch.zeros(0, 16, 16, requires_grad=True)
+    fused.newton_schulz(empty).sum().backward()
+    assert empty.grad is not None
+    assert empty.grad.shape == empty.shape
+
+
+def test_what_is_too_large_or_in_float64_takes_batched_products():
+    assert not fused.supports(16, 257)
+    assert not fused.supports(129, 129)
+    assert fused.supports(256, 64)
+    assert fused.supports(128, 128)
+    assert_same_as_plain(normal(2, 4, 257))
+    double = normal(3, 5, dtype=torch.float64)
+    assert torch.equal(fused.newton_schulz(double), plain(double))
+    half = normal(2, 4, 257).bfloat16()
+    found = fused.newton_schulz(half)
+    assert found.dtype == torch.bfloat16
+    assert_close(found, plain(half.double()), 0.1)
+
+
+def momenta(arrays, steps, coefficients):
+    """The definition; `[z m r c]`."""
+    entering, u, x, share, kept = arrays
+    written = torch.einsum("zmi,zir,zic->zmrc", share, u, x)
+    s = kept[..., None, None] * entering.unsqueeze(1) + written
+    s.retain_grad()
+    return s, plain(s, steps, coefficients)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "pairs", "coefficients"),
+    [
+        (16, 16, 16, "muon"),
+        (16, 24, 5, "polar_express"),
+        (20, 16, 64, "muon"),
+        (7, 33, 79, "muon"),
+    ],
+)
+def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
+    z, points = 2, 3
+    arrays = (
+        normal(z, rows, columns),
+        normal(z, pairs, rows, seed=1),
+        normal(z, pairs, columns, seed=2),
+        normal(z, points, pairs, seed=3),
+        torch.rand(z, points, generator=torch.Generator().manual_seed(4)),
+    )
+    grad_out, last = normal(z, points, rows, columns, seed=5), normal(z, points, seed=6)
+    grad_weights = normal(z, rows, columns, seed=7)
+    s, expected = momenta([a.double().requires_grad_() for a in arrays], 5, coefficients)
+    weights = last.double()[..., None, None] * grad_weights.double().unsqueeze(1)
+    expected.backward(grad_out.double() + weights)
+
+    out, grad_momentum = torch.empty_like(grad_out), torch.empty_like(grad_out)
+    grad_last = torch.empty_like(last)
+    fused.momentum_steps(*arrays, 5, coefficients, out)
+    fused.momentum_steps_backward(
+        *arrays, 5, coefficients, grad_out, last, grad_weights, grad_momentum, grad_last
+    )
+    assert_close(out, expected)
+    assert_close(grad_momentum, s.grad)
+    assert_close(grad_last, torch.einsum("zrc,zmrc->zm", grad_weights.double(), expected))
+
+
+def test_no_stride_points():
+    u, x = normal(2, 4, 16), normal(2, 4, 24)
+    out = torch.empty(2, 0, 16, 24)
+    fused.momentum_steps(
+        normal(2, 16, 24), u, x, torch.empty(2, 0, 4), torch.empty(2, 0), 5, "muon", out
+    )
+
+
+def test_every_compilation_names_its_arguments():
+    names = [kernel["name"] for kernel in fused.KERNELS]
+    assert len(set(names)) == len(names)
+    for kernel in fused.KERNELS:
+        compiled = {a for a, kind in kernel["signature"].items() if kind == "constexpr"}
+        assert compiled == set(kernel["constexprs"])

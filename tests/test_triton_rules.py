@@ -1,0 +1,360 @@
+"""Memories in kernels, in float32, against the chunked form in float64: values and gradients.
+
+Without a GPU they run in Triton's interpreter, where a step costs the same at any size: the
+shapes are as small as they can be and still fill one block, several, or none.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from atlas_lm import RULES, MemoryState, Rule
+from atlas_lm.testing import Example, example
+from atlas_lm.testing.kernels import check_kernels
+
+pytest.importorskip("triton")
+
+from atlas_lm.ops.triton import chunks
+
+CLOSE = 2e-4
+"""Norm-wise."""
+
+LINEAR = Rule(chunk=16, window=5, optimizer="momentum")
+TITANS = replace(RULES["titans"], chunk=16)
+OMEGANET = replace(RULES["omeganet"], chunk=16, window=5)
+ATLAS = replace(RULES["atlas"], chunk=16, window=5, stride=5)
+GATED = Rule(network="gated_mlp", chunk=16)
+
+ADDITIVE = {
+    "linear_dot": (Rule(objective="dot", chunk=16), {"d_k": 8, "d_v": 8, "tokens": 16}),
+    "linear_dot_polynomial_momentum": (
+        Rule(features="polynomial", objective="dot", optimizer="momentum", chunk=16, window=3),
+        {"d_k": 4, "d_v": 6, "before": 9},
+    ),
+    "linear_l2": (Rule(chunk=16), {"d_k": 4, "d_v": 16, "before": 5}),
+    "linear_l2_polynomial_beyond_the_chunk": (
+        Rule(features="polynomial", chunk=16, window=19),
+        {"d_k": 5, "d_v": 6, "before": 21},
+    ),
+    "linear_momentum": (LINEAR, {"d_k": 16, "d_v": 5, "before": 7}),
+    "linear_narrow_keys_chunk_10": (replace(LINEAR, chunk=10), {"d_k": 1, "d_v": 3, "before": 3}),
+    "linear_two_blocks_of_features": (
+        Rule(features="polynomial", chunk=16, window=2),
+        {"d_k": 8, "d_v": 17, "tokens": 18},
+    ),
+    "mlp_dot": (replace(RULES["dla"], chunk=16), {"d_k": 8, "d_v": 6, "hidden": 20}),
+    "mlp_hidden_in_two_blocks": (replace(TITANS, window=2), {"d_k": 4, "d_v": 6, "hidden": 70}),
+    "mlp_momentum": (TITANS, {"d_k": 8, "d_v": 8, "hidden": 16, "before": 22}),
+    "mlp_momentum_without_norm": (
+        replace(TITANS, norm=False, window=19),
+        {"d_k": 8, "d_v": 8, "hidden": 12, "before": 6, "tokens": 15},
+    ),
+    "mlp_polynomial": (OMEGANET, {"d_k": 4, "d_v": 4, "hidden": 16}),
+    "mlp_polynomial_beyond_the_chunk": (
+        replace(OMEGANET, window=19),
+        {"d_k": 4, "d_v": 6, "hidden": 16, "before": 20},
+    ),
+    "mlp_chunk_24": (replace(TITANS, chunk=24), {"d_k": 4, "d_v": 6, "hidden": 5, "before": 4}),
+    "gated": (GATED, {"d_k": 8, "d_v": 8, "hidden": 18, "before": 3}),
+    "gated_dot_without_norm": (
+        replace(GATED, norm=False, objective="dot", window=4),
+        {"d_k": 6, "d_v": 3, "hidden": 16, "tokens": 17},
+    ),
+    "gated_polynomial_momentum": (
+        replace(GATED, features="polynomial", optimizer="momentum", window=3),
+        {"d_k": 4, "d_v": 6, "hidden": 16, "before": 10},
+    ),
+}
+MUON = {
+    "stride_1": (replace(ATLAS, stride=1), {"d_k": 4, "d_v": 6, "hidden": 8, "before": 5}),
+    "stride_5": (ATLAS, {"d_k": 4, "d_v": 6, "hidden": 12, "before": 18}),
+    "stride_of_a_chunk": (
+        replace(ATLAS, stride=16, features="identity"),
+        {"d_k": 8, "d_v": 8, "hidden": 20, "before": 7, "tokens": 37},
+    ),
+    "stride_longer_than_a_chunk": (
+        replace(ATLAS, stride=23, objective="dot"),
+        {"d_k": 4, "d_v": 4, "hidden": 16, "before": 12, "tokens": 37},
+    ),
+    "eta_inside": (
+        replace(ATLAS, eta_inside=True, stride=4, window=1),
+        {"d_k": 4, "d_v": 6, "hidden": 16, "before": 6},
+    ),
+    "beyond_the_chunk": (
+        replace(ATLAS, window=19, stride=6),
+        {"d_k": 4, "d_v": 6, "hidden": 16, "before": 20},
+    ),
+    "without_norm": (
+        replace(ATLAS, norm=False, features="identity"),
+        {"d_k": 6, "d_v": 6, "hidden": 12, "before": 5},
+    ),
+    "hidden_in_two_blocks": (
+        replace(ATLAS, stride=8, features="identity", window=1),
+        {"d_k": 4, "d_v": 6, "hidden": 70},
+    ),
+    "linear": (
+        replace(LINEAR, optimizer="muon", features="polynomial", stride=3),
+        {"d_k": 4, "d_v": 6, "before": 9},
+    ),
+    "gated": (
+        replace(RULES["atlas_pp"], chunk=16, window=5, stride=6),
+        {"d_k": 4, "d_v": 6, "hidden": 16, "before": 9},
+    ),
+    "polar_express": (
+        replace(ATLAS, ns_coefficients="polar_express", stride=7),
+        {"d_k": 4, "d_v": 4, "hidden": 16},
+    ),
+    "cubic_3_steps": (
+        replace(ATLAS, ns_coefficients="cubic", ns_steps=3, stride=7),
+        {"d_k": 4, "d_v": 4, "hidden": 16},
+    ),
+}
+SHORTER = {"tokens": 21, "before": 0, "batch": 1, "heads": 1}
+
+
+def allowed(device: str) -> float:
+    # on a GPU a few sums of float32 are products in tf32
+    return CLOSE if device == "cpu" else 10 * CLOSE
+
+
+def assert_kernels_agree(rule: Rule, device: str, **shape) -> None:
+    """With views as inputs, some gates shut, a state that comes in and gets its gradient."""
+    found = check_kernels(rule, **(SHORTER | shape), device=device, dtype=torch.float32)
+    wrong = [f"{c.name}: {c.error:.2g}" for c in found if not c.error <= allowed(device)]
+    assert not wrong, ", ".join(wrong)
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
+def test_gd_and_momentum(name, kernel_device):
+    rule, shape = ADDITIVE[name]
+    assert_kernels_agree(rule, kernel_device, **shape)
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon(name, kernel_device):
+    rule, shape = MUON[name]
+    assert_kernels_agree(rule, kernel_device, **shape)
+
+
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_delta_rules(name, before, kernel_device):
+    assert_kernels_agree(RULES[name], kernel_device, d_k=5, d_v=7, before=before, batch=2)
+
+
+@pytest.mark.parametrize("before", [0, 6])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 37])
+def test_lengths(tokens, before, kernel_device):
+    """None, some and all of the last chunk filled, from the beginning of one or from inside."""
+    assert_kernels_agree(LINEAR, kernel_device, d_k=4, d_v=6, tokens=tokens, before=before)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16])
+def test_lengths_of_a_deep_memory(tokens, kernel_device):
+    shape = {"d_k": 4, "d_v": 6, "hidden": 16}
+    assert_kernels_agree(OMEGANET, kernel_device, **shape, tokens=tokens, before=16)
+
+
+def test_rows_and_heads_are_apart(kernel_device):
+    assert_kernels_agree(
+        replace(OMEGANET, optimizer="momentum"),
+        kernel_device,
+        **{"d_k": 4, "d_v": 6, "hidden": 8, "tokens": 18, "batch": 2, "heads": 2},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("name", [*ADDITIVE, *(f"muon_{name}" for name in MUON)])
+def test_rows_at_different_places(name, packed, kernel_device):
+    cases = ADDITIVE | {f"muon_{n}": case for n, case in MUON.items()}
+    rule, shape = cases[name]
+    shape = shape | {"tokens": 2 * rule.chunk + 5, "before": 19, "batch": 2, "heads": 2}
+    assert_kernels_agree(rule, kernel_device, **shape, packed=packed)
+
+
+# What `check_kernels` has no words for
+
+
+def made_of(rule: Rule, tokens: int, device: str, **shape) -> Example:
+    made = example(rule, tokens, **({"batch": 1, "heads": 1} | shape), dtype=torch.float32)
+    flags = {n: f if f is None else f.to(device) for n, f in (("mask", made.mask),)}
+    return replace(made.with_inputs({n: x.to(device) for n, x in made.inputs().items()}), **flags)
+
+
+def evaluate(
+    made: Example, impl: str, state: MemoryState | None, pulled: tuple[str, ...], learned
+) -> dict[str, Tensor]:
+    """Outputs, final state, and gradients of what is learned; from those of what is pulled."""
+    inputs = {n: x.detach().requires_grad_(learned(n)) for n, x in made.inputs().items()}
+    leaves = {n: x for n, x in inputs.items() if x.requires_grad}
+    if state is not None:
+        state = state.map(
+            lambda t: t.detach().requires_grad_(t.is_floating_point() and learned("state"))
+        )
+        carried = {f"state.{n}": t for n, t in state.tensors().items()}
+        leaves |= {n: t for n, t in carried.items() if t.requires_grad}
+    y, end = made.with_inputs(inputs).run(impl, state)
+    results = {"y": y} | {f"end.{n}": t for n, t in end.tensors().items()}
+    random = torch.Generator().manual_seed(7)
+    total = torch.zeros((), device=y.device, dtype=y.dtype)
+    for name, x in sorted(results.items()):
+        pull = torch.randn(x.shape, generator=random).to(y)
+        if name.startswith(pulled) and x.requires_grad:
+            total = total + (x * pull).sum()
+    grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    named = {f"grad.{n}": g for n, g in zip(leaves, grads, strict=True)}
+    return {n: x.detach() for n, x in (results | named).items()}
+
+
+def assert_agree(
+    made: Example,
+    state: MemoryState | None = None,
+    pulled: tuple[str, ...] = ("y", "end"),
+    learned=lambda name: True,
+) -> None:
+    double = made.with_inputs({n: x.double() for n, x in made.inputs().items()})
+    start = None if state is None else state.to(torch.float64)
+    exact = evaluate(double, "chunked", start, pulled, learned)
+    found = evaluate(made, "triton", state, pulled, learned)
+    assert found.keys() == exact.keys()
+    for name, x in exact.items():
+        assert found[name].shape == x.shape, name
+        # zeros must be zeros but for rounding
+        error = float((found[name].double() - x).norm() / max(float(x.double().norm()), 1e-3))
+        assert error <= allowed(x.device.type), f"{name}: {error:.2g}"
+
+
+@torch.no_grad()
+def split(made: Example, at: int) -> tuple[Example, MemoryState]:
+    """The rest of an example, and the state before it."""
+    before = replace(made.cut(0, at), mask=None, reset=None)
+    before = before.with_inputs({n: x.double() for n, x in before.inputs().items()})
+    return made.cut(at, made.tokens), before.run("chunked")[1].to(torch.float32)
+
+
+DEEP = {"d_k": 4, "d_v": 6, "hidden": 16}
+PACKED = {
+    "linear": (replace(LINEAR, features="polynomial"), {"d_k": 4, "d_v": 6}),
+    "titans": (TITANS, DEEP),
+    "omeganet": (OMEGANET, DEEP),
+    "atlas": (replace(ATLAS, stride=7), DEEP),
+    "delta_net": (RULES["delta_net"], {"d_k": 4, "d_v": 6}),
+}
+
+
+@pytest.mark.parametrize("which", ["mask", "reset", "both"])
+@pytest.mark.parametrize("name", PACKED)
+def test_padding_and_documents(name, which, kernel_device):
+    """Gaps and documents at different places of two rows, from a state inside a chunk."""
+    rule, shape = PACKED[name]
+    made, state = split(made_of(rule, 30, kernel_device, batch=2, **shape), 6)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    mask[0, :3], mask[0, 15], mask[1, 9:13], mask[1, -2:] = False, False, False, False
+    reset = torch.zeros_like(mask)
+    reset[0, 11], reset[1, 0], reset[1, 20], reset[1, 21] = True, True, True, True
+    made = replace(
+        made,
+        mask=None if which == "reset" else mask.to(kernel_device),
+        reset=None if which == "mask" else reset.to(kernel_device),
+    )
+    assert_agree(made, state)
+
+
+@pytest.mark.parametrize("name", ["linear", "atlas", "delta_net"])
+def test_a_row_without_tokens(name, kernel_device):
+    rule, shape = PACKED[name]
+    made, state = split(made_of(rule, 22, kernel_device, batch=2, **shape), 4)
+    mask = torch.ones(2, 18, dtype=torch.bool, device=kernel_device)
+    mask[1] = False
+    assert_agree(replace(made, mask=mask), state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", PACKED)
+def test_gaps_and_documents_anywhere(name, seed, kernel_device):
+    rule, shape = PACKED[name]
+    made, state = split(made_of(rule, 47, kernel_device, batch=2, heads=2, **shape), 9 + seed)
+    random = torch.Generator().manual_seed(seed)
+    mask, reset = torch.rand(2, 2, made.tokens, generator=random)
+    made = replace(
+        made, mask=(mask > 0.3).to(kernel_device), reset=(reset > 0.85).to(kernel_device)
+    )
+    assert_agree(made, state)
+
+
+PULLED = {"y": ("y",), "state": ("end",), "momentum": ("end.momentum",), "anchor": ("end.anchor",)}
+
+
+@pytest.mark.parametrize("pulled", PULLED)
+@pytest.mark.parametrize("name", ["linear", "omeganet", "atlas"])
+def test_gradients_of_some_results(name, pulled, kernel_device):
+    rule, shape = PACKED[name]
+    made, state = split(made_of(rule, 26, kernel_device, **shape), 5)
+    if pulled == "momentum" and not rule.uses_momentum:
+        pulled = "anchor"
+    assert_agree(made, state, pulled=PULLED[pulled])
+
+
+LEARNED = {
+    "weights_fixed": lambda name: not name.startswith("weights"),
+    "gates_only": lambda name: name.startswith("gates"),
+    "weights_only": lambda name: name.startswith("weights"),
+    "queries_only": lambda name: name == "q",
+    "state_only": lambda name: name == "state",
+}
+
+
+@pytest.mark.parametrize("learned", LEARNED)
+@pytest.mark.parametrize("name", ["linear", "atlas"])
+def test_gradients_of_some_inputs(name, learned, kernel_device):
+    rule, shape = PACKED[name]
+    made, state = split(made_of(rule, 24, kernel_device, **shape), 5)
+    assert_agree(made, state, learned=LEARNED[learned])
+
+
+@pytest.mark.parametrize("name", ["linear", "omeganet", "atlas", "delta_net"])
+def test_without_gradients(name, kernel_device):
+    rule, shape = PACKED[name]
+    made, state = split(made_of(rule, 24, kernel_device, **shape), 5)
+    given = {n: t.clone() for n, t in state.tensors().items()}
+    y, end = made.run("triton", state)
+    double = made.with_inputs({n: x.double() for n, x in made.inputs().items()})
+    expected, last = double.run("chunked", state.to(torch.float64))
+    found, exact = {"y": y} | end.tensors(), {"y": expected} | last.tensors()
+    for tensor, x in ((found[n], x) for n, x in exact.items()):
+        assert not tensor.requires_grad
+        assert (tensor.double() - x).norm() <= allowed(kernel_device) * x.double().norm()
+    for n, t in state.tensors().items():
+        assert torch.equal(t, given[n]), f"{n} of the state that was passed in has changed"
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("name", ["linear", "titans", "atlas"])
+def test_several_segments(name, most, kernel_device, monkeypatch):
+    """As if there were no room for all pieces at once."""
+    made_segments, whole = [], chunks.Plan.segments
+
+    def segments(plan, *args):
+        room, parts = 1.0, []
+        while not parts or (len(parts) > 1 and longest(parts) < most):
+            monkeypatch.setattr(chunks, "ROOM", int(room))
+            parts, room = whole(plan, *args), 1.4 * room
+        made_segments.append(parts)
+        return parts
+
+    monkeypatch.setattr(chunks.Plan, "segments", segments)
+    rule, shape = PACKED[name]
+    rule = replace(rule, chunk=10)
+    made, state = split(made_of(rule, 41, kernel_device, **shape), 6)
+    assert_agree(made, state)
+    # 4 tokens of the chunk in which the state was, three whole chunks and 1 token
+    assert [longest(parts) for parts in made_segments] == [most] * len(made_segments)
+    assert {len(parts) for parts in made_segments} == {5 if most == 1 else 3}
+
+
+def longest(parts: list[slice]) -> int:
+    return max(part.stop - part.start for part in parts)
