@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-slow quickstart bench bench-generation wheel check-wheel constraints format clean
+.PHONY: help venv test test-slow quickstart bench bench-generation bench-gpu wheel check-wheel constraints format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -45,6 +45,10 @@ bench: $(READY_BENCH)  ## run the CPU benchmarks
 
 bench-generation: $(READY)  ## cost of a token after 1,000 and 100,000; a book read into a memory
 	@$(BIN)/python -m benchmarks.generation
+
+bench-gpu: $(READY_BENCH)  ## layers beside targets and peers on a CUDA GPU, and their figure
+	@$(BIN)/python -m benchmarks.speed --lengths
+	@$(BIN)/python -m benchmarks.figures results/speed.json
 
 wheel: $(READY)  ## build the wheel into dist/
 	@rm -rf dist

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from atlas_lm.decode import GraphedStep, why_not_graphed
 from atlas_lm.models.lm import LanguageModel, ModelState
 from atlas_lm.text import CONTEXT, StreamingDecoder, Tokenizer
 
 READ = 1024
 """Tokens that are read at once, at most."""
+WORTH_A_GRAPH = 16
+"""Tokens still to be drawn from which on a CUDA graph pays: recording it costs a few of them."""
 
 
 @torch.no_grad()
@@ -50,11 +53,7 @@ def read(
             "not logits); give one token or more"
         )
     logits = model.logits(x[0, -1])
-    if not logits.isfinite().all():
-        raise ValueError(
-            f"read: the logits after token {position + done} are not all finite; the model's "
-            "weights or the memory are damaged"
-        )
+    _check_finite(logits, state)
     return logits, state
 
 
@@ -120,10 +119,15 @@ class Generation(Iterator[int]):
         max_tokens: int,
         sampling: Sampling,
         stop: Collection[int],
+        graph: bool | None = None,
     ):
         if max_tokens < 0:
             raise ValueError(f"generate: max_tokens {max_tokens}; expected 0 or more")
+        if graph and (reason := why_not_graphed(model)):
+            raise ValueError(f"generate: graph=True, but {reason}; leave graph out")
         self.logprob = 0.0
+        self._graph = graph
+        self._step: GraphedStep | None = None
         self._model, self._sampling, self._stop = model, sampling, frozenset(stop)
         self._left = max_tokens
         # drawn on the CPU in float64, so that a seed means the same on every device
@@ -149,13 +153,25 @@ class Generation(Iterator[int]):
     def state(self) -> ModelState:
         """After the prompt and every token that was given out."""
         self._catch_up()
-        return self._state
+        return self._state if self._step is None else self._step.state
 
     def _catch_up(self) -> None:
         """Read the last token only when something depends on it."""
-        if self._unread is not None:
-            logits, state = read(self._model, [self._unread], self._state)
-            self._logits, self._state, self._unread = logits, state, None
+        if self._unread is None:
+            return
+        if self._step is None and self._wants_graph():
+            self._step = GraphedStep(self._model, self._state)
+        if self._step is None:
+            self._logits, self._state = read(self._model, [self._unread], self._state)
+        else:
+            self._logits = self._step.step(torch.tensor([self._unread]))[0].cpu()
+            _check_finite(self._logits, self._step)
+        self._unread = None
+
+    def _wants_graph(self) -> bool:
+        if self._graph is not None:
+            return self._graph
+        return self._left >= WORTH_A_GRAPH and why_not_graphed(self._model) is None
 
 
 def generate(
@@ -166,15 +182,17 @@ def generate(
     max_tokens: int,
     sampling: Sampling = AS_THE_MODEL_SAYS,
     stop: Collection[int] = (),
+    graph: bool | None = None,
 ) -> Generation:
     """Read the prompt now, then draw ids one at a time, until one of `stop`, which is kept back.
 
         for token in (drawn := generate(model, prompt, max_tokens=100)): ...
         more = generate(model, next_prompt, drawn.state, max_tokens=100)
 
-    A stop is neither given out nor read.
+    A stop is neither given out nor read. `graph`: whether a token is one replay of a CUDA graph
+    (`decode.GraphedStep`); None: where that is possible and enough of them are to be drawn.
     """
-    return Generation(model, prompt, state, max_tokens, sampling, stop)
+    return Generation(model, prompt, state, max_tokens, sampling, stop, graph)
 
 
 # Text
@@ -245,6 +263,15 @@ def _whole_numbers(tokens: Sequence[int] | Tensor) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"read: tokens are {ids.dtype}; expected whole numbers")
     return ids.long()
+
+
+def _check_finite(logits: Tensor, read: ModelState | GraphedStep) -> None:
+    if not logits.isfinite().all():
+        state = read if isinstance(read, ModelState) else read.state
+        raise ValueError(
+            f"read: the logits after token {int(state.position)} are not all finite; the model's "
+            "weights or the memory are damaged"
+        )
 
 
 def _one_row(state: ModelState) -> ModelState:

@@ -26,7 +26,7 @@ def by_kernels(made, state):
     """What `memorize` does around an implementation, in float32."""
     tokens = Tokens(made.q, made.k, made.v, made.gates, made.mask, made.reset)
     outer = Outer(made.weights, {}, None)
-    return delta.memorize_delta_triton(tokens, outer, state, torch.float32)
+    return delta.memorize_delta_triton(tokens, outer, state)
 
 
 def by_definition(made, state):

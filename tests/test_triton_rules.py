@@ -5,6 +5,8 @@ shapes are as small as they can be and still fill one block, several, or none.
 """
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,11 @@ from atlas_lm.testing.kernels import check_kernels
 
 pytest.importorskip("triton")
 
-from atlas_lm.ops.triton import chunks
+from atlas_lm.ops.triton import reads
 
-CLOSE = 2e-4
-"""Norm-wise."""
+CLOSE, FAR = 2e-4, 2e-3
+"""Errors, of the norm: what is allowed, and the most where plain float32 has lost digits already:
+Newton-Schulz makes singular values from rounding errors, chunked itself is off by up to 2e-4."""
 
 LINEAR = Rule(chunk=16, window=5, optimizer="momentum")
 TITANS = replace(RULES["titans"], chunk=16)
@@ -68,7 +71,15 @@ ADDITIVE = {
     ),
 }
 MUON = {
-    "stride_1": (replace(ATLAS, stride=1), {"d_k": 4, "d_v": 6, "hidden": 8, "before": 5}),
+    "stride_1": (
+        replace(ATLAS, stride=1),
+        {"d_k": 4, "d_v": 6, "hidden": 8, "before": 12, "tokens": 7},
+    ),
+    "no_step_in_the_call": (
+        ATLAS,
+        {"d_k": 4, "d_v": 6, "hidden": 8, "before": 20, "tokens": 4},
+    ),
+    "one_token_one_step": (ATLAS, {"d_k": 4, "d_v": 6, "hidden": 8, "before": 24, "tokens": 1}),
     "stride_5": (ATLAS, {"d_k": 4, "d_v": 6, "hidden": 12, "before": 18}),
     "stride_of_a_chunk": (
         replace(ATLAS, stride=16, features="identity"),
@@ -111,18 +122,25 @@ MUON = {
         {"d_k": 4, "d_v": 4, "hidden": 16},
     ),
 }
-SHORTER = {"tokens": 21, "before": 0, "batch": 1, "heads": 1}
+SHORTER: dict[str, Any] = {"tokens": 21, "before": 0, "batch": 1, "heads": 1}
 
 
-def allowed(device: str) -> float:
+def allowed(device: str, yardstick: float = 0.0) -> float:
+    """The yardstick: the error of chunked in float32."""
+    most = min(CLOSE + 10 * yardstick, FAR)
     # on a GPU a few sums of float32 are products in tf32
-    return CLOSE if device == "cpu" else 10 * CLOSE
+    return most if device == "cpu" else 10 * most
 
 
 def assert_kernels_agree(rule: Rule, device: str, **shape) -> None:
     """With views as inputs, some gates shut, a state that comes in and gets its gradient."""
     found = check_kernels(rule, **(SHORTER | shape), device=device, dtype=torch.float32)
-    wrong = [f"{c.name}: {c.error:.2g}" for c in found if not c.error <= allowed(device)]
+    most = {c.name: allowed(device, c.yardstick) for c in found}
+    wrong = [
+        f"{c.name}: {c.error:.2g}, allowed {most[c.name]:.2g}"
+        for c in found
+        if not c.error <= most[c.name]
+    ]
     assert not wrong, ", ".join(wrong)
 
 
@@ -141,7 +159,7 @@ def test_muon(name, kernel_device):
 @pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])
 @pytest.mark.parametrize("before", [0, 3])
 def test_delta_rules(name, before, kernel_device):
-    assert_kernels_agree(RULES[name], kernel_device, d_k=5, d_v=7, before=before, batch=2)
+    assert_kernels_agree(RULES[name], kernel_device, d_k=5, d_v=7, before=before)
 
 
 @pytest.mark.parametrize("before", [0, 6])
@@ -154,15 +172,12 @@ def test_lengths(tokens, before, kernel_device):
 @pytest.mark.parametrize("tokens", [1, 15, 16])
 def test_lengths_of_a_deep_memory(tokens, kernel_device):
     shape = {"d_k": 4, "d_v": 6, "hidden": 16}
-    assert_kernels_agree(OMEGANET, kernel_device, **shape, tokens=tokens, before=16)
+    assert_kernels_agree(OMEGANET, kernel_device, **shape, tokens=tokens, before=13)
 
 
 def test_rows_and_heads_are_apart(kernel_device):
-    assert_kernels_agree(
-        replace(OMEGANET, optimizer="momentum"),
-        kernel_device,
-        **{"d_k": 4, "d_v": 6, "hidden": 8, "tokens": 18, "batch": 2, "heads": 2},
-    )
+    rule, shape = replace(OMEGANET, optimizer="momentum"), {"d_k": 4, "d_v": 6, "hidden": 8}
+    assert_kernels_agree(rule, kernel_device, **shape, tokens=18, batch=2, heads=2)
 
 
 @pytest.mark.slow
@@ -180,12 +195,11 @@ def test_rows_at_different_places(name, packed, kernel_device):
 
 def made_of(rule: Rule, tokens: int, device: str, **shape) -> Example:
     made = example(rule, tokens, **({"batch": 1, "heads": 1} | shape), dtype=torch.float32)
-    flags = {n: f if f is None else f.to(device) for n, f in (("mask", made.mask),)}
-    return replace(made.with_inputs({n: x.to(device) for n, x in made.inputs().items()}), **flags)
+    return made.with_inputs({n: x.to(device) for n, x in made.inputs().items()})
 
 
 def evaluate(
-    made: Example, impl: str, state: MemoryState | None, pulled: tuple[str, ...], learned
+    made: Example, impl: str, state: MemoryState | None, pulled: tuple[str, ...], learned, cuts
 ) -> dict[str, Tensor]:
     """Outputs, final state, and gradients of what is learned; from those of what is pulled."""
     inputs = {n: x.detach().requires_grad_(learned(n)) for n, x in made.inputs().items()}
@@ -196,7 +210,7 @@ def evaluate(
         )
         carried = {f"state.{n}": t for n, t in state.tensors().items()}
         leaves |= {n: t for n, t in carried.items() if t.requires_grad}
-    y, end = made.with_inputs(inputs).run(impl, state)
+    y, end = run_in_parts(made.with_inputs(inputs), impl, state, cuts)
     results = {"y": y} | {f"end.{n}": t for n, t in end.tensors().items()}
     random = torch.Generator().manual_seed(7)
     total = torch.zeros((), device=y.device, dtype=y.dtype)
@@ -209,22 +223,36 @@ def evaluate(
     return {n: x.detach() for n, x in (results | named).items()}
 
 
+def run_in_parts(made: Example, impl: str, state: MemoryState | None, cuts: tuple[int, ...]):
+    outputs = []
+    for start, stop in pairwise((0, *cuts, made.tokens)):
+        part, state = made.cut(start, stop).run(impl, state)
+        outputs.append(part)
+    assert state is not None
+    return torch.cat(outputs, 1), state
+
+
 def assert_agree(
     made: Example,
     state: MemoryState | None = None,
     pulled: tuple[str, ...] = ("y", "end"),
     learned=lambda name: True,
+    cuts: tuple[int, ...] = (),
 ) -> None:
     double = made.with_inputs({n: x.double() for n, x in made.inputs().items()})
     start = None if state is None else state.to(torch.float64)
-    exact = evaluate(double, "chunked", start, pulled, learned)
-    found = evaluate(made, "triton", state, pulled, learned)
+    exact = evaluate(double, "chunked", start, pulled, learned, cuts)
+    found, plain = (
+        evaluate(made, impl, state, pulled, learned, cuts) for impl in ("triton", "chunked")
+    )
     assert found.keys() == exact.keys()
     for name, x in exact.items():
         assert found[name].shape == x.shape, name
         # zeros must be zeros but for rounding
-        error = float((found[name].double() - x).norm() / max(float(x.double().norm()), 1e-3))
-        assert error <= allowed(x.device.type), f"{name}: {error:.2g}"
+        size = max(float(x.double().norm()), 1e-3)
+        error, yardstick = (float((y[name].double() - x).norm()) / size for y in (found, plain))
+        most = allowed(x.device.type, yardstick)
+        assert error <= most, f"{name}: {error:.2g}, allowed {most:.2g}"
 
 
 @torch.no_grad()
@@ -245,8 +273,21 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("which", ["mask", "reset", "both"])
 @pytest.mark.parametrize("name", PACKED)
+def test_gradients_pass_through_a_carried_state(name, kernel_device):
+    """Cut inside a chunk, at its end and after one token more, on the kernels' own states."""
+    rule, shape = PACKED[name]
+    assert_agree(made_of(rule, 24, kernel_device, **shape), cuts=(9, 16, 17))
+
+
+def some(first: str, names, second) -> list:
+    """All pairs of names; quickly only those with the first name or the last of the second."""
+    pairs = [(a, b) for a in names for b in second]
+    quick = [p for p in pairs if p[0] == first or p[1] == second[-1]]
+    return [p if p in quick else pytest.param(*p, marks=pytest.mark.slow) for p in pairs]
+
+
+@pytest.mark.parametrize(("name", "which"), some("linear", PACKED, ["mask", "reset", "both"]))
 def test_padding_and_documents(name, which, kernel_device):
     """Gaps and documents at different places of two rows, from a state inside a chunk."""
     rule, shape = PACKED[name]
@@ -255,12 +296,16 @@ def test_padding_and_documents(name, which, kernel_device):
     mask[0, :3], mask[0, 15], mask[1, 9:13], mask[1, -2:] = False, False, False, False
     reset = torch.zeros_like(mask)
     reset[0, 11], reset[1, 0], reset[1, 20], reset[1, 21] = True, True, True, True
-    made = replace(
-        made,
-        mask=None if which == "reset" else mask.to(kernel_device),
-        reset=None if which == "mask" else reset.to(kernel_device),
+    made = replace(made, reset=None if which == "mask" else reset.to(kernel_device))
+    assert_agree(made if which == "reset" else with_gaps(made, mask.to(kernel_device)), state)
+
+
+def with_gaps(made: Example, mask: Tensor) -> Example:
+    """With numbers that would spoil everything where there is no token."""
+    q, k, v = (
+        x.masked_fill(~mask[..., None, None], float("nan")) for x in (made.q, made.k, made.v)
     )
-    assert_agree(made, state)
+    return replace(made, q=q, k=k, v=v, mask=mask)
 
 
 @pytest.mark.parametrize("name", ["linear", "atlas", "delta_net"])
@@ -269,7 +314,7 @@ def test_a_row_without_tokens(name, kernel_device):
     made, state = split(made_of(rule, 22, kernel_device, batch=2, **shape), 4)
     mask = torch.ones(2, 18, dtype=torch.bool, device=kernel_device)
     mask[1] = False
-    assert_agree(replace(made, mask=mask), state)
+    assert_agree(with_gaps(made, mask), state)
 
 
 @pytest.mark.slow
@@ -280,23 +325,18 @@ def test_gaps_and_documents_anywhere(name, seed, kernel_device):
     made, state = split(made_of(rule, 47, kernel_device, batch=2, heads=2, **shape), 9 + seed)
     random = torch.Generator().manual_seed(seed)
     mask, reset = torch.rand(2, 2, made.tokens, generator=random)
-    made = replace(
-        made, mask=(mask > 0.3).to(kernel_device), reset=(reset > 0.85).to(kernel_device)
-    )
-    assert_agree(made, state)
+    made = replace(made, reset=(reset > 0.85).to(kernel_device))
+    assert_agree(with_gaps(made, (mask > 0.3).to(kernel_device)), state)
 
 
-PULLED = {"y": ("y",), "state": ("end",), "momentum": ("end.momentum",), "anchor": ("end.anchor",)}
+PULLED = ["y", "end", "end.momentum", "end.anchor"]
 
 
-@pytest.mark.parametrize("pulled", PULLED)
-@pytest.mark.parametrize("name", ["linear", "omeganet", "atlas"])
+@pytest.mark.parametrize(("name", "pulled"), some("linear", ["linear", "titans", "atlas"], PULLED))
 def test_gradients_of_some_results(name, pulled, kernel_device):
     rule, shape = PACKED[name]
     made, state = split(made_of(rule, 26, kernel_device, **shape), 5)
-    if pulled == "momentum" and not rule.uses_momentum:
-        pulled = "anchor"
-    assert_agree(made, state, pulled=PULLED[pulled])
+    assert_agree(made, state, pulled=(pulled,))
 
 
 LEARNED = {
@@ -308,12 +348,12 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("learned", LEARNED)
-@pytest.mark.parametrize("name", ["linear", "atlas"])
+@pytest.mark.parametrize(("name", "learned"), some("linear", ["linear", "atlas"], [*LEARNED]))
 def test_gradients_of_some_inputs(name, learned, kernel_device):
     rule, shape = PACKED[name]
     made, state = split(made_of(rule, 24, kernel_device, **shape), 5)
-    assert_agree(made, state, learned=LEARNED[learned])
+    # a state that goes on has no use for the weights a document begins with
+    assert_agree(made, None if learned == "weights_only" else state, learned=LEARNED[learned])
 
 
 @pytest.mark.parametrize("name", ["linear", "omeganet", "atlas", "delta_net"])
@@ -336,17 +376,17 @@ def test_without_gradients(name, kernel_device):
 @pytest.mark.parametrize("name", ["linear", "titans", "atlas"])
 def test_several_segments(name, most, kernel_device, monkeypatch):
     """As if there were no room for all pieces at once."""
-    made_segments, whole = [], chunks.Plan.segments
+    made_segments, whole = [], reads.Plan.segments
 
     def segments(plan, *args):
         room, parts = 1.0, []
         while not parts or (len(parts) > 1 and longest(parts) < most):
-            monkeypatch.setattr(chunks, "ROOM", int(room))
+            monkeypatch.setattr(reads, "ROOM", int(room))
             parts, room = whole(plan, *args), 1.4 * room
         made_segments.append(parts)
         return parts
 
-    monkeypatch.setattr(chunks.Plan, "segments", segments)
+    monkeypatch.setattr(reads.Plan, "segments", segments)
     rule, shape = PACKED[name]
     rule = replace(rule, chunk=10)
     made, state = split(made_of(rule, 41, kernel_device, **shape), 6)

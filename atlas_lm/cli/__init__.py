@@ -16,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from atlas_lm.cli.ask import Ask
+from atlas_lm.cli.doctor import Doctor
 from atlas_lm.cli.generate import Generate
 from atlas_lm.cli.inspect import Inspect
 from atlas_lm.cli.read import Read
@@ -34,6 +35,7 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Rebuild, tyro.conf.subcommand("rebuild")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
 

@@ -29,6 +29,7 @@ from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
 from atlas_lm.ops.recall import recall
 from atlas_lm.ops.state import Recollection
+from atlas_lm.ops.step import rows_at
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Embeddings, TokenFlag
 
@@ -153,18 +154,30 @@ class MemoryAsContext(Block):
 
     def forward(self, x, state: ContextState | None = None, mask=None, reset=None):
         state = checked(self, state, x)
+        if x.shape[1] == 1 and mask is None and reset is None:
+            y, state = self._one_token(self.norm(x), state)
+        else:
+            y, state = self._pieces(self.norm(x), state, mask, reset)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+    def _one_token(self, x: Tensor, state: ContextState):
+        """One token a row, wherever each is in its segment, without waiting for a GPU."""
+        opens = rows_at(state.memory.memory.position, self.config.segment)
+        begins = Flags(torch.zeros_like(opens.rows), all=False, none=True)
+        return self._segment(x, state, None, begins, opens)
+
+    def _pieces(self, x: Tensor, state: ContextState, mask, reset):
         position, length = state.memory.memory.position, x.shape[1]
         pieces = cut_into_pieces(position, length, mask, reset, self.config.segment)
         out = []
-        for n, (part, filled) in enumerate(_parts(pieces, self.norm(x))):
+        for n, (part, filled) in enumerate(_parts(pieces, x)):
             begins, opens = pieces.begins[n], pieces.opens_chunk[n]
             y, state = self._segment(part, state, filled, begins, opens)
             out.append(y)
         if pieces.alike:
-            x = x + torch.cat(out, 1)
-        else:
-            x = x + pieces.join(torch.stack(out).unsqueeze(2)).squeeze(2)
-        return x + self.mlp(self.mlp_norm(x)), state
+            return torch.cat(out, 1), state
+        return pieces.join(torch.stack(out).unsqueeze(2)).squeeze(2), state
 
     def _segment(self, x: Tensor, state: ContextState, filled, begins: Flags, opens: Flags):
         """Tokens of one segment; rows in which it `opens`, and in which it `begins` a document."""

@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from atlas_lm.models.block import BLOCKS, Block
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import summary
 from atlas_lm.nn.initialise import initialise, quiet_head
+from atlas_lm.nn.linear_cross_entropy import linear_cross_entropy
 from atlas_lm.nn.norm import RMSNorm
 from atlas_lm.nn.packing import Packing
 from atlas_lm.ops.carried import Carried
@@ -99,7 +100,12 @@ class LanguageModel(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """`[... dim] -> [... vocab]`"""
-        return linear(x, self.embedding.weight if self.head is None else self.head.weight)
+        return linear(x, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """`[vocab dim]`"""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def loss(
         self,
@@ -112,9 +118,8 @@ class LanguageModel(nn.Module):
         """Mean cross-entropy in nats over targets that are not -100 (of none: 0), and the state."""
         x, state = self.encode(tokens, state, mask, reset)
         wanted = targets != NO_TARGET
-        logits = self.logits(x[wanted]).float()
-        total = cross_entropy(logits, targets[wanted], reduction="sum")
-        return total / max(len(logits), 1), state
+        x, targets = x[wanted], targets[wanted]
+        return linear_cross_entropy(x, self.head_weight, targets) / max(len(x), 1), state
 
     def losses(
         self, tokens: TokenIds, targets: TokenIds, segment: int, state: ModelState | None = None

@@ -15,6 +15,8 @@ from atlas_lm.shapes import Weights
 
 LONGEST, WIDEST = 128, 128
 """Slots of a chunk (and pairs before it), and width of keys and values: what fits a block."""
+MOST_STEPS = 64
+"""Muon's steps in one chunk."""
 
 
 @cache
@@ -57,7 +59,21 @@ def why_not_rule(rule: Rule) -> str | None:
 def why_not_sizes(rule: Rule, d_k: int, d_v: int, weights: Weights) -> str | None:
     if d_k > WIDEST or d_v > WIDEST:
         return f"d_k={d_k}, d_v={d_v}: at most {WIDEST}"
+    if rule.optimizer != "muon":
+        return None
+    if rule.chunk > MOST_STEPS * rule.stride:
+        return f"{-(-rule.chunk // rule.stride)} muon steps a chunk: at most {MOST_STEPS}"
+    for name, w in weights.items():
+        if w.ndim == 3 and name != "residual" and not on_chip(*w.shape[1:]):
+            shape = tuple(w.shape[1:])
+            return f"Newton-Schulz of weights[{name!r}] {shape}: at most 64 x 256 or 128 x 128"
     return None
+
+
+def on_chip(rows: int, columns: int) -> bool:
+    """Whether one program can hold a matrix through Newton-Schulz."""
+    short, long = sorted(max(16, 1 << (n - 1).bit_length()) for n in (rows, columns))
+    return short <= 128 and long <= 256 and short * long <= 128 * 128
 
 
 def why_not_here(q: Tensor) -> str | None:

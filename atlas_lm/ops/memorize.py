@@ -51,9 +51,7 @@ def memorize(
     fastest there is. Returns y like v, and the state; what was passed in is left as it was.
     """
     check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset, impl)
-    dtype = state_dtype(q.dtype)
-    product = product_for(q.dtype)
-    out_dtype = q.dtype
+    dtype, out_dtype, product = state_dtype(q.dtype), q.dtype, product_for(q.dtype)
     by_kernels = impl == "triton" or (
         impl == "auto" and faster(q) and why_not(rule, q, v, weights) is None
     )
@@ -62,13 +60,15 @@ def memorize(
     gates = _complete(gates.map(lambda g: g.to(dtype)), rule)
     weights = {n: w.to(dtype) for n, w in weights.items()}
     slow = {n: weights.pop(n) for n in SLOW if n in weights}
-    coefficients = default_coefficients(rule, q) if coefficients is None else coefficients.to(dtype)
+    if coefficients is None:
+        coefficients = default_coefficients(rule, gates.rate)
+    else:
+        coefficients = coefficients.to(dtype)
     if mask is not None:
         q, k, v, gates = _without_absent(mask, q, k, v, gates)
     if state is None:
         widths = past_widths(rule, weights | slow, q, v)
-        window = (x[:, :0].to(dtype) for x in (k, v))
-        keys, values = window
+        keys, values = (x[:, :0].to(dtype) for x in (k, v))
         state = MemoryState.begin(rule, weights, q.shape[0], widths, keys=keys, values=values)
     if q.shape[0] == 0 or q.shape[1] == 0:
         return v.to(out_dtype), state
@@ -86,12 +86,15 @@ def memorize(
         elif is_step(rule, tokens):
             y, state = memorize_step(tokens, outer, state, product)
         else:
-            parallel = _parallel_form(rule)
-            y, state = parallel(tokens, outer, state, product, not hidden)
+            y, state = _parallel_form(rule)(tokens, outer, state, product, not hidden)
     return y.to(out_dtype), state
 
 
 def _kernels(rule: Rule):
+    if is_delta_rule(rule):
+        from atlas_lm.ops.triton.delta import memorize_delta_triton
+
+        return memorize_delta_triton
     from atlas_lm.ops.triton.memorize import memorize_triton
 
     return memorize_triton

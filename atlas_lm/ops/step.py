@@ -23,7 +23,7 @@ from atlas_lm.ops.networks import Frozen, add_residual, network_of
 from atlas_lm.ops.newton_schulz import newton_schulz
 from atlas_lm.ops.pieces import Flags
 from atlas_lm.ops.segments import Outer
-from atlas_lm.ops.state import MemoryState, Tokens
+from atlas_lm.ops.state import Gates, MemoryState, Tokens
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Position, Product, Values, Weights
 
@@ -40,8 +40,7 @@ def memorize_step(
     """Exactly one token a row, none masked and none that begins a document."""
     rule, phi = state.rule, features_of(state.rule, outer.coefficients)
     seen = _Seen.of(tokens, state)
-    column = [x if x is None else x.mT.unsqueeze(-1) for x in tokens.gates[:3]]
-    weights, momentum = _written(state, outer, product, seen, *column)
+    weights, momentum = _written(state, outer, product, seen, tokens.gates)
     q = tokens.q.transpose(1, 2)
     lin = Frozen(weights, outer.slow, product)
     y = network_of(rule)(lin, add_residual(q, outer.slow, product), phi(q))
@@ -101,22 +100,18 @@ class _Seen(NamedTuple):
 
 
 def _written(
-    state: MemoryState,
-    outer: Outer,
-    product: Product,
-    seen: _Seen,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor | None,
+    state: MemoryState, outer: Outer, product: Product, seen: _Seen, gates: Gates
 ) -> tuple[Weights, Weights]:
-    """The weights and the momentum after the token; gates `[b h 1 1]`."""
+    """The weights and the momentum after the token."""
     rule = state.rule
+    alpha, eta = (g.mT.unsqueeze(-1) for g in (gates.retention, gates.rate))
     xs, us = _factors(state, outer, product, seen, alpha)
     inside = rule.optimizer != "muon" or rule.eta_inside
     share = seen.weight * -eta if inside else -seen.weight
     pushed = {n: _outer_sum(share, us[n], xs[n], product) for n in state.weights}
-    if theta is None:
+    if gates.momentum is None:
         return {n: torch.addcmul(pushed[n], alpha, w) for n, w in state.weights.items()}, {}
+    theta = gates.momentum.mT.unsqueeze(-1)
     momentum = {n: torch.addcmul(pushed[n], theta, s) for n, s in state.momentum.items()}
     if rule.optimizer == "momentum":
         steps = momentum

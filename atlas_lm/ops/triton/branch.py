@@ -5,20 +5,33 @@ import triton.language as tl
 
 
 @triton.jit
+def normal(z):
+    """The normal distribution up to z, and its density there, to 1e-7 with one exponential.
+
+    Abramowitz and Stegun 7.1.26; the library's erf takes three times as many instructions.
+    """
+    bell = tl.exp(-0.5 * z * z)
+    t = 1.0 / (1.0 + 0.2316418882 * tl.abs(z))
+    poly = -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
+    tail = 0.5 * bell * t * (0.254829592 + t * poly)
+    return tl.where(z >= 0, 1.0 - tail, tail), 0.3989422804014327 * bell
+
+
+@triton.jit
 def gelu(z):
-    return 0.5 * z * (1.0 + tl.math.erf(z * 0.7071067811865476))
+    return z * normal(z)[0]
 
 
 @triton.jit
 def gelu_slope(z):
-    density = tl.exp(-0.5 * z * z) * 0.3989422804014327
-    return 0.5 * (1.0 + tl.math.erf(z * 0.7071067811865476)) + z * density
+    up_to, density = normal(z)
+    return up_to + z * density
 
 
 @triton.jit
 def gelu_bend(z):
     """The second derivative."""
-    return tl.exp(-0.5 * z * z) * 0.3989422804014327 * (2.0 - z * z)
+    return normal(z)[1] * (2.0 - z * z)
 
 
 @triton.jit

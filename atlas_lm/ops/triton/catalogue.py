@@ -23,8 +23,13 @@ from triton.compiler import ASTSource
 
 from atlas_lm.ops import triton as package
 from atlas_lm.ops.networks import init_memory
-from atlas_lm.ops.triton.chunks import warps
 from atlas_lm.ops.triton.layout import sizes_of
+from atlas_lm.ops.triton.muon_kernels import (
+    advance_kernel,
+    carry_kernel,
+    factors_backward_kernel,
+    factors_kernel,
+)
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
 from atlas_lm.ops.triton.sizes import Sizes
@@ -79,14 +84,23 @@ CASES = {
     "gated_mlp, degree 2, momentum": Case(
         rule=replace(RULES["atlas_pp"], optimizer="momentum"), d_k=16, hidden=64
     ),
+    "atlas, identity, stride 64": Case(
+        rule=replace(RULES["atlas"], features="identity", stride=64), hidden=256
+    ),
+    "atlas, degree 2, stride 16": Case(rule=replace(RULES["atlas"], stride=16), d_k=16, hidden=64),
+    "atlas, identity, every token": Case(
+        rule=replace(RULES["atlas"], features="identity"), hidden=64
+    ),
 }
 """What memories are written and read for: the shapes that speed is measured at."""
 
+ADDITIVE = write_kernel, write_backward_kernel
+MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
-ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3"}
+ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi"}
 """Tensors in the dtype of the inputs."""
-COUNTS = {"pieces", "marked", "rows_and_heads"}
+COUNTS = {"pieces", "marked", "rows_and_heads", "blocks"}
 
 
 @cache
@@ -109,12 +123,10 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     """What writes and reads memories of a rule, in bfloat16 and chunks as they are launched."""
     rule = case.rule
     weights = init_memory(rule, 16, case.d_k, case.d_v, case.hidden, device="meta")
-    terms = 0 if rule.optimizer == "gd" else 1
+    terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms)
-    return [
-        memory_kernel(name, fn, sizes)
-        for fn in (write_kernel, read_kernel, read_backward_kernel, write_backward_kernel)
-    ]
+    writes = MUON if rule.optimizer == "muon" else ADDITIVE
+    return [memory_kernel(name, fn, sizes) for fn in (*writes, read_kernel, read_backward_kernel)]
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
@@ -137,7 +149,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         fn=fn,
         signature={argument: kind(argument) for argument in fn.arg_names},
         constexprs=constants,
-        num_warps=warps(sizes),
+        num_warps=4,
         num_stages=1,
     )
 

@@ -41,15 +41,15 @@ def has_delta_kernels(rule: Rule, d_k: int, d_v: int, dtype: torch.dtype) -> boo
 
 
 def memorize_delta_triton(
-    tokens: Tokens, outer: Outer, state: MemoryState, dtype: torch.dtype
+    tokens: Tokens, outer: Outer, state: MemoryState
 ) -> tuple[Values, MemoryState]:
-    """`memorize_delta` with the operands of products rounded to dtype, that of the inputs."""
+    """`memorize_delta` with the operands of products rounded to the dtype of q, k and v."""
     pieces = cut_into_pieces(
         state.position, tokens.q.shape[1], tokens.mask, tokens.reset, TILE, state.rule.window
     )
-    q, k, v = (x.to(dtype) for x in tokens[:3])
+    dtype = tokens.q.dtype
     empty = replace(state, keys=state.keys.to(dtype), values=state.values.to(dtype))
-    inputs = prepare(pieces, empty, tokens._replace(q=q, k=k, v=v))
+    inputs = prepare(pieces, empty, tokens)
     given = (
         inputs.q,
         inputs.k,

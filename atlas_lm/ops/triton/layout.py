@@ -17,6 +17,7 @@ from atlas_lm.shapes import Weights
 
 NETWORKS = {"linear": 0, "mlp": 1, "gated_mlp": 2}
 OBJECTIVES = {"l2": 0, "dot": 1}
+STAGES = 1
 DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -28,6 +29,8 @@ def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, term
     step = feature_block(d_k, width)
     muon = rule.optimizer == "muon"
     pulls = terms + 1
+    pitch = width if width == d_k else -(-width // step) * step
+    size = d_v * (hidden or pitch) + NETWORKS[str(rule.network)] * hidden * pitch
     return Sizes(
         network=NETWORKS[str(rule.network)],
         norm=rule.norm,
@@ -36,7 +39,7 @@ def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, term
         d_k=d_k,
         d_v=d_v,
         features=width,
-        pitch=width if width == d_k else -(-width // step) * step,
+        pitch=pitch,
         hidden=hidden,
         length=length,
         tail=rule.window - 1,
@@ -51,6 +54,9 @@ def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, term
         block_d=step,
         block_terms=triton.next_power_of_2(max(1, terms)),
         block_pulls=triton.next_power_of_2(pulls),
+        stages=STAGES,
+        pairs=rule.window - 1 + length,
+        size=size,
     )
 
 

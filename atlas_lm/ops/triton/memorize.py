@@ -11,10 +11,14 @@ from torch import Tensor
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces
 from atlas_lm.ops.segments import Inputs, Outer, finish, prepare
 from atlas_lm.ops.state import MemoryState, Tokens
-from atlas_lm.ops.triton.chunks import Chunks, Mixed, Plan, Slow
+from atlas_lm.ops.triton.additive import ADDITIVE
 from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
-from atlas_lm.ops.triton.mixing import additive
+from atlas_lm.ops.triton.mixing import additive, stepping
+from atlas_lm.ops.triton.muon import MUON
+from atlas_lm.ops.triton.reads import Mixed, Plan, Slow
+from atlas_lm.ops.triton.reads import Pieces as Run
 from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.rules import Rule
 from atlas_lm.shapes import Values, Weights
 
 
@@ -26,13 +30,23 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
     )
     window = replace(state, keys=state.keys.to(q.dtype), values=state.values.to(q.dtype))
     inputs = prepare(pieces, window, tokens)
-    terms = 0 if rule.optimizer == "gd" else 1
+    muon = rule.optimizer == "muon"
+    mixed = stepping_of(inputs, pieces, rule) if muon else additive_of(inputs)
+    terms = 0 if mixed.steps is None else mixed.steps.shape[-1]
     sizes = sizes_of(rule, state.weights, q.shape[-1], tokens.v.shape[-1], pieces.width, terms)
     begun = Begun.of(pieces, state, outer, sizes)
-    plan = Plan(sizes, marks_of(pieces, q.shape[0], sizes.heads), begun.own)
+    marks = marks_of(pieces)
+    plan = Plan(
+        sizes,
+        by_head(marks, q.shape[0], sizes.heads).to(pieces.device),
+        tuple(marks.any(0).tolist()),
+        begun.own,
+        rule.ns_steps,
+        rule.ns_coefficients,
+    )
     flat = [x.flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)]
-    y, weights, momentum, kept = Chunks.apply(
-        plan, *flat, *mixed(inputs), *slow_of(outer, sizes),
+    y, weights, momentum, kept = Run.apply(
+        MUON if muon else ADDITIVE, plan, *flat, *mixed, *slow_of(outer, sizes),
         begun.weights, begun.momentum, begun.anchor if begun.own else None, begun.initial,
     )  # fmt: skip
     anchor = last_anchor(pieces, begun, weights, kept, sizes)
@@ -52,9 +66,34 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
     )
 
 
-def mixed(inputs: Inputs) -> Mixed:
-    """The gates as mixing matrices, `[n z ...]`."""
-    count = inputs.alpha.shape[0]
+def additive_of(inputs: Inputs) -> Mixed:
+    """The gates of gd and momentum as mixing matrices."""
+    gates, by_piece = gates_of(inputs)
+    made = additive(*gates)
+    kept, carried, share, push_kept, push = (None if x is None else by_piece(x) for x in made)
+    assert kept is not None
+    if carried is None or push_kept is None or push is None:
+        return Mixed(kept, None, share, None, None)
+    return Mixed(kept, carried.unsqueeze(-1), share, push_kept.unsqueeze(-1), push.unsqueeze(-2))
+
+
+def stepping_of(inputs: Inputs, pieces: Pieces, rule: Rule) -> Mixed:
+    """The gates of muon as mixing matrices."""
+    gates, by_piece = gates_of(inputs)
+    points, live = stride_points(pieces, rule.stride)
+    batch, heads = inputs.alpha.shape[1:3]
+    points, live = (
+        x.expand(batch, -1, -1).permute(1, 0, 2).repeat_interleave(heads, 1).flatten(0, 1)
+        for x in (points, live)
+    )
+    device = inputs.alpha.device
+    made = stepping(*gates, points.to(device), live.to(device), rule.eta_inside)
+    kept, steps, push_kept, push = map(by_piece, made)
+    return Mixed(kept, steps, None, push_kept, push)
+
+
+def gates_of(inputs: Inputs):
+    """alpha, eta, theta, gamma and filled with pieces, rows and heads in one axis; and back."""
 
     def rows(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.flatten(0, 2)
@@ -63,13 +102,17 @@ def mixed(inputs: Inputs) -> Mixed:
     if filled is not None:
         filled = filled.float().expand_as(inputs.alpha).contiguous()
     gates = (rows(x) for x in (inputs.alpha, inputs.eta, inputs.theta, inputs.gamma, filled))
-    made = additive(*gates)  # pyright: ignore[reportArgumentType]
-    kept, carried, share, push_kept, push = (
-        None if x is None else x.unflatten(0, (count, -1)) for x in made
-    )
-    assert kept is not None
-    assert share is not None
-    return Mixed(kept, carried, share, push_kept, push)
+    count = inputs.alpha.shape[0]
+    return gates, lambda x: x.unflatten(0, (count, -1))
+
+
+def stride_points(pieces: Pieces, stride: int) -> tuple[Tensor, Tensor]:
+    """`[r n m]`: the slots at which muon steps, and whether there are that many."""
+    first = (-pieces.start - 1) % stride
+    most = (pieces.length - first + stride - 1).clamp(min=0) // stride
+    slots = first[..., None] + stride * torch.arange(int(most.max()))
+    live = slots < pieces.length[..., None]
+    return torch.where(live, slots, 0), live
 
 
 def slow_of(outer: Outer, sizes: Sizes) -> Slow:
@@ -107,8 +150,8 @@ class Begun(NamedTuple):
         return cls(weights, momentum, anchor, own, initial)
 
 
-def marks_of(pieces: Pieces, batch: int, heads: int) -> Tensor:
-    """What the kernels do before each piece: 1, begin a document; 2, keep the weights as an anchor.
+def marks_of(pieces: Pieces) -> Tensor:
+    """`[r n]`: what is done before each piece: 1, begin a document; 2, keep the weights as anchor.
 
     The first piece needs neither: its state is made before.
     """
@@ -117,9 +160,12 @@ def marks_of(pieces: Pieces, batch: int, heads: int) -> Tensor:
     number, open_ = open_chunks(pieces)
     keeps = torch.zeros_like(begins)
     keeps[torch.arange(len(number)), number] = open_ & (number > 0)
-    marks = begins.int() + 2 * keeps.int()
-    marks = marks.expand(batch, -1).t().repeat_interleave(heads, 1)
-    return marks.contiguous().to(pieces.device)
+    return begins.int() + 2 * keeps.int()
+
+
+def by_head(rows: Tensor, batch: int, heads: int) -> Tensor:
+    """`[r n] -> [n b*h]`"""
+    return rows.expand(batch, -1).t().repeat_interleave(heads, 1).contiguous()
 
 
 def open_chunks(pieces: Pieces) -> tuple[Tensor, Tensor]:

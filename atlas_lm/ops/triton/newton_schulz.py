@@ -7,6 +7,8 @@ Gradients are exact; iterates are computed again in the backward pass, nothing i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from atlas_lm.ops import newton_schulz as plain
+from atlas_lm.ops.kernels import on_chip
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.triton import newton_schulz_kernels as kernels
+from atlas_lm.ops.triton.launch import launch
 from atlas_lm.shapes import Product
 
 Schedule = tuple[tuple[float, float, float], ...]
@@ -23,18 +27,12 @@ Schedule = tuple[tuple[float, float, float], ...]
 INTERPRETED = not isinstance(kernels.forward, triton.JITFunction)
 
 
-def supports(rows: int, columns: int) -> bool:
-    """Whether matrices of this size are iterated on chip."""
-    short, long = _blocks(rows, columns)
-    return short <= 128 and long <= 256 and short * long <= 128 * 128
-
-
 def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: str = "muon") -> Tensor:
     """NS of `[... m n]`; matrices too large for one program go through batched products."""
     rows, columns = matrix.shape[-2:]
     flat = matrix.reshape(-1, rows, columns)
     here = INTERPRETED or (matrix.is_cuda and state_dtype(matrix.dtype) != matrix.dtype)
-    if here and matrix.dtype != torch.float64 and steps > 0 and supports(rows, columns):
+    if here and matrix.dtype != torch.float64 and steps > 0 and on_chip(rows, columns):
         made = _NewtonSchulz.apply(flat.contiguous(), _schedule(steps, coefficients))
     else:
         wide = flat.to(state_dtype(matrix.dtype))
@@ -42,59 +40,71 @@ def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: str = "muon") ->
     return made.to(matrix.dtype).view(matrix.shape)
 
 
-def momentum_steps(
-    entering: Tensor,
-    u: Tensor,
-    x: Tensor,
-    share: Tensor,
-    kept: Tensor,
-    steps: int,
-    coefficients: str,
-    out: Tensor,
-) -> None:
-    """out `[z m r c]` = NS(kept S + sum_i share_i u_i x_i^T) at every stride point.
+class Momenta(NamedTuple):
+    """What the momenta of one matrix at the stride points of a piece are made of.
 
-    entering S `[z r c]`, share `[z m p]`, kept `[z m]` in float32; u `[z p r]` and x `[z p c]` in
-    the type of the products; everything contiguous.
+    S_s = kept_s S + sum_i share_si u_i x_i^T for z memories and m stride points.
     """
-    short, long, sizes, constants, warps = _momenta(entering, u, x, share, steps, coefficients)
-    if kept.numel() and entering.numel():
-        with torch.cuda.device_of(u):
-            kernels.momentum_forward[(kept.numel(),)](
-                entering, short, long, share, kept, out, kept.shape[1],
-                **sizes, **constants, num_warps=warps[0], num_stages=1,
-            )  # fmt: skip
+
+    entering: Tensor
+    """S, float32, `[z size]` from its first element on: one of the matrices of z memories."""
+    u: Tensor
+    """`[z p r]`, in the type of the products."""
+    x: Tensor
+    """`[z p c]`"""
+    share: Tensor
+    """`[z m p]`, float32."""
+    kept: Tensor
+    """`[z m]`, float32."""
+
+
+def momentum_steps(momenta: Momenta, size: int, steps: int, coefficients: str, out: Tensor) -> None:
+    """NS(S_s) `[r c]` of every stride point into out, `[z m size]` from the matrix's place on."""
+    short, long, sizes, constants, warps = _momenta(momenta, steps, coefficients)
+    kept = momenta.kept
+    if kept.numel():
+        launch(
+            kernels.momentum_forward, (kept.numel(),), momenta.entering, short, long,
+            momenta.share, kept, out, kept.shape[1],
+            warps=warps[0], SIZE=size, **sizes, **constants,
+        )  # fmt: skip
+
+
+class StepGradients(NamedTuple):
+    """Gradients of the steps, each `[.. size]` from the matrix's place on."""
+
+    reads: Tensor
+    """`[z m size]`, like u: what reading gives every step."""
+    last: Tensor
+    """`[z m]`: how much of each step is in the last weights."""
+    weights: Tensor
+    """`[z size]`, float32: of the last weights."""
 
 
 def momentum_steps_backward(
-    entering: Tensor,
-    u: Tensor,
-    x: Tensor,
-    share: Tensor,
-    kept: Tensor,
+    momenta: Momenta,
+    size: int,
     steps: int,
     coefficients: str,
-    grad_out: Tensor,
-    last: Tensor,
-    grad_weights: Tensor,
+    grads: StepGradients,
     out_grad_momentum: Tensor,
     out_grad_last: Tensor,
 ) -> None:
-    """The gradients of the momenta and of `last`, by which each step enters the last weights.
+    """The gradients of the momenta, `[z m+1 size]` like u (the last left as it is), and of last.
 
-    The gradient of a step is grad_out `[z m r c]` (like u) + last `[z m]` grad_weights `[z r c]`
-    (float32). Written: out_grad_momentum `[z m r c]` (like u), out_grad_last `[z m]` (float32).
+    The gradient of a step is reads + last * weights.
     """
-    short, long, sizes, constants, warps = _momenta(entering, u, x, share, steps, coefficients)
-    if kept.numel() and entering.numel():
+    short, long, sizes, constants, warps = _momenta(momenta, steps, coefficients)
+    kept, u = momenta.kept, momenta.u
+    if kept.numel():
         programs = _programs(kept.numel(), u.device, warps[1])
         scratch = _scratch(programs, u, constants)
-        with torch.cuda.device_of(u):
-            kernels.momentum_backward[(programs,)](
-                entering, short, long, share, kept, grad_out, last, grad_weights,
-                out_grad_momentum, out_grad_last, scratch, kept.shape[1], kept.numel(),
-                **sizes, **constants, RELOAD=_reloads(constants), num_warps=warps[1], num_stages=1,
-            )  # fmt: skip
+        launch(
+            kernels.momentum_backward, (programs,), momenta.entering, short, long, momenta.share,
+            kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
+            scratch, kept.shape[1], kept.numel(),
+            warps=warps[1], SIZE=size, RELOAD=_reloads(constants), **sizes, **constants,
+        )  # fmt: skip
 
 
 class _NewtonSchulz(torch.autograd.Function):
@@ -169,12 +179,13 @@ def _constants(rows: int, columns: int, dtype: torch.dtype, schedule: Schedule):
     return constants, (8 if short >= 128 else 4, 8 if area > 64 * 128 else 4)
 
 
-def _momenta(entering: Tensor, u: Tensor, x: Tensor, share: Tensor, steps: int, coefficients: str):
+def _momenta(momenta: Momenta, steps: int, coefficients: str):
     """Factors of the short and of the long side, and what the kernels are compiled for."""
-    rows, columns = entering.shape[-2:]
+    u, x = momenta.u, momenta.x
+    rows, columns = u.shape[-1], x.shape[-1]
     constants, warps = _constants(rows, columns, u.dtype, _schedule(steps, coefficients))
     short, long = (x, u) if rows > columns else (u, x)
-    return short, long, _pairs(share.shape[-1]), constants, warps
+    return short, long, _pairs(u.shape[1]), constants, warps
 
 
 def _pairs(pairs: int) -> dict[str, int]:
@@ -204,12 +215,14 @@ def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
     constants, warps = _constants(rows, columns, torch.bfloat16, schedule)
     back = "backward" in name
     if pairs is not None:
-        constants |= _pairs(pairs)
+        constants |= _pairs(pairs) | {"SIZE": rows * columns}
     if back:
         constants["RELOAD"] = _reloads(constants)
     fn = getattr(kernels, name)
     wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last")
-    types = dict.fromkeys(constants, "constexpr") | {"points": "i32", "count": "i32"}
+    types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(
+        ("points", "count", "size"), "i32"
+    )
     types |= dict.fromkeys(wide, "*fp32")
     signature = {argument: types.get(argument, "*bf16") for argument in fn.arg_names}
     label = f"newton_schulz.{name} {rows}x{columns}" + (f" {pairs} pairs" if pairs else "")

@@ -30,23 +30,20 @@ def _layout(
 @triton.jit
 def _load(
     base,
-    index,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TALL: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Matrix `index` in float32."""
+    """The matrix at `base` in float32."""
     offsets, inside = _layout(ROWS, COLUMNS, TALL, BR, BC)
-    base += index.to(tl.int64) * (ROWS * COLUMNS)
     return tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(
     base,
-    index,
     value,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -55,7 +52,6 @@ def _store(
     BC: tl.constexpr,
 ):
     offsets, inside = _layout(ROWS, COLUMNS, TALL, BR, BC)
-    base += index.to(tl.int64) * (ROWS * COLUMNS)
     tl.store(base + offsets, value.to(base.dtype.element_ty), mask=inside)
 
 
@@ -186,6 +182,7 @@ def _momentum(
     kept,
     index,
     points,
+    SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     TAIL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -197,7 +194,7 @@ def _momentum(
 ):
     """kept S + sum_i share_i u_i x_i^T at stride point `index`: 64 pairs at a time, then TAIL."""
     memory = (index // points).to(tl.int64)
-    s = tl.load(kept + index) * _load(entering, memory, ROWS, COLUMNS, TALL, BR, BC)
+    s = tl.load(kept + index) * _load(entering + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC)
     share += index.to(tl.int64) * PAIRS
     short += memory * (PAIRS * ROWS)
     long += memory * (PAIRS * COLUMNS)
@@ -222,12 +219,12 @@ def forward(
     DOT: tl.constexpr,
 ):
     """NS of matrix `[n, ., .]`, one a program."""
-    index = tl.program_id(0)
-    x = _load(matrix, index, ROWS, COLUMNS, TALL, BR, BC)
+    at = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    x = _load(matrix + at, ROWS, COLUMNS, TALL, BR, BC)
     x = x * _inverse_norm(x)
     for i in range(len(SCHEDULE)):
         x = _step(x, i, SCHEDULE, DOT)
-    _store(out, index, x, ROWS, COLUMNS, TALL, BR, BC)
+    _store(out + at, x, ROWS, COLUMNS, TALL, BR, BC)
 
 
 @triton.jit
@@ -249,16 +246,16 @@ def backward(
     """The gradient of `count` matrices, shared out among the programs."""
     scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * BR * BC)
     for turn in range(tl.program_id(0), count, tl.num_programs(0)):
-        index = tl.full((), turn, tl.int64)
-        s = _load(matrix, index, ROWS, COLUMNS, TALL, BR, BC)
+        at = tl.full((), turn, tl.int64) * (ROWS * COLUMNS)
+        s = _load(matrix + at, ROWS, COLUMNS, TALL, BR, BC)
         scale = _inverse_norm(s)
         _iterate(scratch, s * scale, SCHEDULE, DOT, BR, BC)
-        grad = _load(grad_out, index, ROWS, COLUMNS, TALL, BR, BC)
+        grad = _load(grad_out + at, ROWS, COLUMNS, TALL, BR, BC)
         grad = _iterate_backward(scratch, grad, scale, SCHEDULE, DOT, BR, BC, RELOAD)
-        _store(grad_matrix, index, grad, ROWS, COLUMNS, TALL, BR, BC)
+        _store(grad_matrix + at, grad, ROWS, COLUMNS, TALL, BR, BC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["points"])
 def momentum_forward(
     entering,
     short,
@@ -267,6 +264,7 @@ def momentum_forward(
     kept,
     out,
     points,
+    SIZE: tl.constexpr,
     SCHEDULE: tl.constexpr,
     PAIRS: tl.constexpr,
     TAIL: tl.constexpr,
@@ -277,19 +275,22 @@ def momentum_forward(
     BC: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """NS of the momentum at one stride point a program; neighbours read the same pairs."""
+    """NS of the momentum at one stride point a program; neighbours read the same pairs.
+
+    Matrices stand SIZE apart: they may be parts of all the weights of a memory.
+    """
     index = tl.program_id(0)
     s = _momentum(
-        entering, short, long, share, kept, index, points,
+        entering, short, long, share, kept, index, points, SIZE,
         PAIRS, TAIL, ROWS, COLUMNS, TALL, BR, BC, DOT,
     )  # fmt: skip
     x = s * _inverse_norm(s)
     for i in range(len(SCHEDULE)):
         x = _step(x, i, SCHEDULE, DOT)
-    _store(out, index, x, ROWS, COLUMNS, TALL, BR, BC)
+    _store(out + index.to(tl.int64) * SIZE, x, ROWS, COLUMNS, TALL, BR, BC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["points", "count"])
 def momentum_backward(
     entering,
     short,
@@ -304,6 +305,7 @@ def momentum_backward(
     scratch,
     points,
     count,
+    SIZE: tl.constexpr,
     SCHEDULE: tl.constexpr,
     PAIRS: tl.constexpr,
     TAIL: tl.constexpr,
@@ -315,19 +317,23 @@ def momentum_backward(
     DOT: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """Gradients of the momenta of `count` stride points, and <grad_weights, NS(S)> of each."""
+    """Gradients of the momenta of `count` stride points, and <grad_weights, NS(S)> of each.
+
+    grad_momentum has room for one matrix more after the stride points of each memory.
+    """
     scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * BR * BC)
     for turn in range(tl.program_id(0), count, tl.num_programs(0)):
         index = tl.full((), turn, tl.int64)
+        memory = index // points
         s = _momentum(
-            entering, short, long, share, kept, index, points,
+            entering, short, long, share, kept, index, points, SIZE,
             PAIRS, TAIL, ROWS, COLUMNS, TALL, BR, BC, DOT,
         )  # fmt: skip
         scale = _inverse_norm(s)
         step = _iterate(scratch, s * scale, SCHEDULE, DOT, BR, BC)
-        of_weights = _load(grad_weights, index // points, ROWS, COLUMNS, TALL, BR, BC)
+        of_weights = _load(grad_weights + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC)
         tl.store(grad_last + index, _total(of_weights * step))
-        grad = _load(grad_out, index, ROWS, COLUMNS, TALL, BR, BC)
+        grad = _load(grad_out + index * SIZE, ROWS, COLUMNS, TALL, BR, BC)
         grad += tl.load(last + index) * of_weights
         grad = _iterate_backward(scratch, grad, scale, SCHEDULE, DOT, BR, BC, RELOAD)
-        _store(grad_momentum, index, grad, ROWS, COLUMNS, TALL, BR, BC)
+        _store(grad_momentum + (index + memory) * SIZE, grad, ROWS, COLUMNS, TALL, BR, BC)

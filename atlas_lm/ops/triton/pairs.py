@@ -91,26 +91,32 @@ def branch_errors(
     k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """u1, the gradient at the branch, `[rows, vs]`; written out too."""
+    """u1, the gradient at the branch, `[rows, vs]`; written out too.
+
+    Also the hidden layer, for `hidden_factors`, where it is one block.
+    """
     F: tl.constexpr = S.block_f
     HIDDEN: tl.constexpr = S.hidden
     o = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
+    x = tl.zeros((rows.shape[0], F), tl.float32)
+    to_z, gate = x, x
     for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
-        x, _, _ = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+        x, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
         o += dot(x, tl.trans(tile(anchor, vs, hs, S.d_v, S.hidden)), DOT)
     error, _, _, _ = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
     put(u1, error, rows, vs, height, S.d_v)
-    return error
+    return error, x, to_z, gate
 
 
 @triton.jit
 def hidden_factors(
-    error, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale,
+    error, x, to_z, gate, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """h, u2 and u3 of a block of the hidden layer, written out too."""
-    x, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+    if S.hidden > S.block_f:
+        x, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
     back = dot(error, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
     of_z, of_value = back * to_z, back * gate
     put(h, x, rows, hs, height, S.hidden)
@@ -130,44 +136,12 @@ def deep_factors(
     F: tl.constexpr = S.block_f
     HIDDEN: tl.constexpr = S.hidden
     vs = tl.arange(0, V)
-    error = branch_errors(
+    error, x, to_z, gate = branch_errors(
         k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale, S, DOT
     )
     for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
         hidden_factors(
-            error, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale, S, DOT
-        )
-
-
-@triton.jit
-def factors(
-    k, v, anchor, gain, residual, u1, h, u2, u3, rows, height, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Pairs `rows` below `height`: the factors of their gradients, written out."""
-    if S.network == 0:
-        linear_factors(k, v, anchor, u1, rows, height, left, right, scale, S, DOT)
-    else:
-        deep_factors(
-            k, v, anchor, gain, residual, u1, h, u2, u3, rows, height, left, right, scale, S, DOT
+            error, x, to_z, gate, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale,
+            S, DOT,
         )  # fmt: skip
-
-
-@triton.jit
-def all_factors(
-    k, v, anchor, gain, residual, u1, h, u2, u3, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The pairs of one piece: those before it that its windows reach, then its own."""
-    TAIL: tl.constexpr = S.block_tail
-    LENGTH: tl.constexpr = S.block_length
-    if S.tail > 0:
-        factors(
-            k, v, anchor, gain, residual, u1, h, u2, u3, tl.arange(0, TAIL), S.tail,
-            left, right, scale, S, DOT,
-        )  # fmt: skip
-    factors(
-        k, v, anchor, gain, residual, u1, h, u2, u3, S.tail + tl.arange(0, LENGTH), S.pairs,
-        left, right, scale, S, DOT,
-    )  # fmt: skip

@@ -128,7 +128,7 @@ def deep_branch(
     return o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_and_heads"])
 def read_kernel(
     q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, residual, coefficients,
     left, right, scale, y, branch, rows_and_heads, S: tl.constexpr, DOT: tl.constexpr,

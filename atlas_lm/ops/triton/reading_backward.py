@@ -169,7 +169,7 @@ def through_pairs(
     return dq, d_coefficients
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_and_heads"])
 def read_backward_kernel(
     dy, q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, residual, coefficients,
     left, right, scale, branch,

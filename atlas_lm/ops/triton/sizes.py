@@ -44,18 +44,13 @@ class Sizes(NamedTuple):
     block_d: int
     block_terms: int
     block_pulls: int
-
-    @property
-    def pairs(self) -> int:
-        return self.tail + self.length
-
-    @property
-    def size(self) -> int:
-        """Fast weights of one row and head."""
-        first = self.hidden * self.pitch
-        if self.network == LINEAR:
-            return self.d_v * self.pitch
-        return self.d_v * self.hidden + first * (2 if self.network == GATED else 1)
+    stages: int
+    """Blocks of the hidden layer that are on their way from memory at once."""
+    pairs: int
+    """Those before the piece and its own. A field: Triton 3.8 makes a plain tuple of constants,
+    without properties."""
+    size: int
+    """Fast weights of one row and head."""
 
 
 def block(width: int) -> int:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.pairs import branch_errors, hidden_factors, linear_factors
-from atlas_lm.ops.triton.tiles import dot, features, tile
+from atlas_lm.ops.triton.tiles import dot, features
 
 
 @triton.jit
@@ -86,24 +86,25 @@ def write_deep(
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     vs = tl.arange(0, V)
-    e = branch_errors(
+    e, h0, h1, h2 = branch_errors(
         k, v, anchor, gain, residual, u1, mine, vs, S.pairs, left, right, scale, S, DOT
     )
-    e_past = e
+    e_past, p0, p1, p2 = e, h0, h1, h2
     if S.tail > 0:
-        e_past = branch_errors(
+        e_past, p0, p1, p2 = branch_errors(
             k, v, anchor, gain, residual, u1, past, vs, S.tail, left, right, scale, S, DOT
         )
-    for start in range(0, HIDDEN, F):
+    for start in tl.range(0, HIDDEN, F, num_stages=S.stages):
         hs = start + tl.arange(0, F)
         x, of_z, of_value = hidden_factors(
-            e, k, anchor, h, u2, u3, mine, vs, hs, S.pairs, left, right, scale, S, DOT
+            e, h0, h1, h2, k, anchor, h, u2, u3, mine, vs, hs, S.pairs, left, right, scale, S, DOT
         )
         x_past, past_z, past_value = x, of_z, of_value
         if S.tail > 0:
             x_past, past_z, past_value = hidden_factors(
-                e_past, k, anchor, h, u2, u3, past, vs, hs, S.tail, left, right, scale, S, DOT
-            )
+                e_past, p0, p1, p2, k, anchor, h, u2, u3, past, vs, hs, S.tail,
+                left, right, scale, S, DOT,
+            )  # fmt: skip
         write_tile(
             weights, momentum, states, entered, initial, anchors, e, x, e_past, x_past,
             share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
@@ -142,7 +143,7 @@ def write_linear(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads"])
 def write_kernel(
     k, v, share, push, kept, carried, push_kept, marks,
     weights, momentum, states, entered, own_anchor, initial, anchors, gain, residual,

@@ -198,7 +198,7 @@ def linear_backward(
     return tl.sum(c0), tl.sum(c1), tl.sum(c2), degrees
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "rows_and_heads"])
 def write_backward_kernel(
     k, v, kept, carried, push_kept, pulls, marks, state, entered, own_anchor, d_own_anchor,
     gain, residual, u1, h, u2, u3, left, right, scale,

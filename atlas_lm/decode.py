@@ -1,0 +1,185 @@
+"""A model that reads one token after another in tensors that stay where they are.
+
+Where everything stands still, a GPU can be given a whole step at once: `GraphedStep` records it as
+a CUDA graph, and Python asks for one replay a token instead of some hundred kernels a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atlas_lm.models.lm import LanguageModel, ModelState
+from atlas_lm.nn.attention import Attention
+from atlas_lm.nn.memory import MemoryLayer
+from atlas_lm.ops.validation import looks_at_values
+
+WARM_UP = 3
+"""Steps before the one that is recorded: what is made on first use must be there by then."""
+
+
+def why_not_fixed(model: LanguageModel) -> str | None:
+    """The reason why a step of this model has no fixed tensors, or None."""
+    if not isinstance(model, LanguageModel):
+        return f"it is a {type(model).__name__}, expected a LanguageModel as it was made"
+    for name, layer in model.named_modules():
+        reason = None
+        if isinstance(layer, Attention) and layer.config.window is None:
+            reason = "full attention keeps every token, so its state grows"
+        elif isinstance(layer, MemoryLayer):
+            reason = _why_not_memory(layer)
+        if reason is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def _why_not_memory(layer: MemoryLayer) -> str | None:
+    if layer.rule.features == "exponential":
+        return "exponential features keep every token, so its state grows"
+    if layer.rule.custom:
+        fields = ", ".join(layer.rule.custom)
+        return f"a function given as {fields} may look at numbers or change its calls"
+    if layer.config.impl in ("reference", "triton"):
+        return f"impl={layer.config.impl!r} cuts tokens by numbers it has to look at"
+    return None
+
+
+def why_not_graphed(model: LanguageModel) -> str | None:
+    """The reason why a step of this model cannot be a CUDA graph here and now, or None."""
+    reason = why_not_fixed(model)
+    if reason is not None:
+        return reason
+    device = model.embedding.weight.device
+    if device.type != "cuda":
+        return f"it is on {device}, and a CUDA graph needs a GPU"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast keeps converted weights that a graph would outlive; use model.to(dtype)"
+    if looks_at_values(device):
+        return "checks of values are on, and these wait for the GPU (atlas_lm check_values)"
+    return None
+
+
+class FixedStep:
+    """`logits = fixed.step(tokens)`: a model with its state, in one place from token to token."""
+
+    @torch.inference_mode(False)  # else its tensors could be written in that mode only
+    def __init__(self, model: LanguageModel, state: ModelState):
+        reason = self.why_not(model)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__}: {reason}")
+        self.model = model
+        device = model.embedding.weight.device
+        self._tokens = torch.zeros(state.batch, 1, dtype=torch.int64, device=device)
+        self._held = self._buffers(state)
+        self.load(state)
+
+    why_not = staticmethod(why_not_fixed)
+
+    @property
+    def state(self) -> ModelState:
+        """What was read so far, in tensors of its own."""
+        return self._held.clone()
+
+    def load(self, state: ModelState) -> None:
+        """Go on from another state of as many rows."""
+        if not isinstance(state, ModelState):
+            raise TypeError(f"state: {type(state).__name__}; expected a ModelState")
+        mine, given = self._held.tensors(), state.tensors()
+        wrong = [n for n, t in mine.items() if n not in given or given[n].shape != t.shape]
+        if wrong or state.layout() != self._held.layout():
+            here = {n: tuple(mine[n].shape) for n in wrong[:4]}
+            there = {n: tuple(given[n].shape) for n in wrong[:4] if n in given}
+            raise ValueError(
+                f"state: it does not fit this step: it has {there or 'other rules'}; "
+                f"expected {here or 'those of the model'}"
+            )
+        _copy(list(given.values()), list(mine.values()))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read one token a row, `[b]` or `[b 1]`; the logits after it, `[b vocab]`."""
+        batch = self._tokens.shape[0]
+        if tokens.shape not in ((batch,), (batch, 1)):
+            raise ValueError(
+                f"tokens: shape {tuple(tokens.shape)}; expected one a row, [{batch}] or [{batch} 1]"
+            )
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise TypeError(f"tokens: {tokens.dtype}; expected whole numbers")
+        self._tokens.copy_(tokens.view(batch, 1))
+        return self._run().clone()
+
+    def _run(self) -> Tensor:
+        return self._advance()
+
+    @torch.no_grad()
+    def _advance(self) -> Tensor:
+        """One step from buffers to buffers; the logits."""
+        x, state = self.model.encode(self._tokens, self._held)
+        # one row as `generate.read` does it: other shapes may round otherwise
+        one = x.shape[0] == 1
+        logits = self.model.logits(x[0, -1])[None] if one else self.model.logits(x[:, -1])
+        held, made = self._held.tensors().values(), state.tensors().values()
+        homes = {t.untyped_storage().data_ptr() for t in held if t.numel()}
+        # a tensor that was only moved within the state must not be overwritten on the way
+        safe = [t.clone() if t.untyped_storage().data_ptr() in homes else t for t in made]
+        _copy(safe, list(held))
+        return logits
+
+    @torch.no_grad()
+    def _buffers(self, state: ModelState) -> ModelState:
+        """Room for the state, of the dtypes that a step returns: a loaded one may have others."""
+        _, after = self.model.encode(self._tokens, state)
+        before = state.tensors()
+        grown = [n for n, t in after.tensors().items() if t.shape != before[n].shape]
+        if grown:
+            raise ValueError(
+                f"{type(self).__name__}: the state grows from token to token ({', '.join(grown)})"
+            )
+        return after.map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device))
+
+
+class GraphedStep(FixedStep):
+    """The same as one CUDA graph, recorded once: `GraphedStep(model, state).step(tokens)`.
+
+    It reads the weights of the model where they are now: they may be trained on in place, but not
+    moved or replaced. What a step holds (state, logits, room to work) is its own.
+    """
+
+    why_not = staticmethod(why_not_graphed)
+
+    @torch.inference_mode(False)
+    def __init__(self, model: LanguageModel, state: ModelState):
+        super().__init__(model, state)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._tokens.device):
+            self._logits = self._recorded()
+        # recording has read tokens of its own
+        self.load(state)
+
+    def _recorded(self) -> Tensor:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._advance()
+        torch.cuda.current_stream().wait_stream(side)
+        # other threads may go on using the GPU while this one records
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return self._advance()
+
+    def _run(self) -> Tensor:
+        with torch.cuda.device(self._tokens.device):
+            self._graph.replay()
+        return self._logits
+
+
+def _copy(source: list[Tensor], target: list[Tensor]) -> None:
+    """Alike ones together: a list is copied in one kernel only if nothing in it is converted."""
+    groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for s, t in zip(source, target, strict=True):
+        if t.numel():
+            here, there = groups.setdefault((t.dtype, s.dtype, s.is_contiguous()), ([], []))
+            here.append(t)
+            there.append(s)
+    with torch.no_grad():
+        for here, there in groups.values():
+            torch._foreach_copy_(here, there)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,97 @@
+"""gd and momentum: steps add up, so one program can write all pieces of a row and head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.reads import (
+    Backward,
+    Factors,
+    Mixed,
+    Plan,
+    ReadGradients,
+    Tables,
+    Way,
+    Written,
+    constants,
+    either,
+)
+from atlas_lm.ops.triton.writing import write_kernel
+from atlas_lm.ops.triton.writing_backward import write_backward_kernel
+
+
+def write(plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, anchor, initial):
+    """Write a segment. `carry`: weights, momentum, kept anchors, float32, changed in place."""
+    weights, momentum, anchors = carry
+    k, v, t = k[part], v[part], tables
+    states = k.new_empty(k.shape[0], plan.rows_and_heads, plan.sizes.size)
+    states[0] = weights
+    entered = states
+    if momentum is not None:
+        entered = torch.empty_like(states)
+        entered[0] = momentum
+    factors = Factors.room(k.shape[0], plan, k)
+    own = plan.own and part.start == 0
+    launch(
+        write_kernel, (plan.rows_and_heads,),
+        k, v, mixed.share, either(mixed.push, mixed.kept), mixed.kept,
+        either(mixed.steps, mixed.kept), either(mixed.push_kept, mixed.kept),
+        plan.marks[part.start :], weights, either(momentum, weights), states, entered,
+        anchor if own else states, initial, anchors, t.gain, t.residual, *factors,
+        t.left, t.right, t.scale, k.shape[0], len(plan.marks) - part.start, plan.rows_and_heads,
+        OWN=own, **constants(plan, k),
+    )  # fmt: skip
+    return Written(states, entered, factors)
+
+
+class AdditiveBackward(Backward):
+    pushes: Tensor
+
+    def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
+        super().begin(g_weights, g_momentum, g_anchors, anchor)
+        both = [self.g_weights, self.g_momentum][: self.plan.sizes.pulls]
+        self.pushes = torch.stack(both, 1).to(self.k.dtype)
+
+    def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
+        weights, momentum = checkpoint
+        carry = [weights, momentum, torch.empty_like(weights)]
+        here = self.mixed.at(part)
+        written = write(
+            self.plan, self.k, self.v, here, self.tables, part, carry, self.anchor, self.initial
+        )
+        self._write_backward(part, here, written, self.read_backward(part, dy, written))
+
+    def _write_backward(self, part: slice, here: Mixed, written: Written, found: ReadGradients):
+        plan, t, k = self.plan, self.tables, self.k[part]
+        own = plan.own and part.start == 0
+        assert here.share is not None
+        pulls = here.share[:, :, -1:]
+        if here.push is not None:
+            pulls = torch.cat([pulls, here.push], 2)
+        d_pulls = torch.empty_like(pulls)
+        d_last = torch.empty(*pulls.shape[:2], 3, device=k.device)
+        launch(
+            write_backward_kernel, (plan.rows_and_heads,),
+            k, self.v[part], here.kept, either(here.steps, here.kept),
+            either(here.push_kept, here.kept), pulls.contiguous(), plan.marks[part],
+            written.states, written.terms, self.anchor if own else written.states, self.g_anchor,
+            t.gain, t.residual, *written.factors, t.left, t.right, t.scale,
+            found.states, found.terms, *found.factors, self.g_weights, self.g_momentum,
+            self.g_initial, self.g_anchors, self.pushes, found.dk, self.dv[part], d_pulls, d_last,
+            self.d_gain_write, self.d_degrees_write, self.scratch, k.shape[0],
+            plan.rows_and_heads, OWN=own, **constants(plan, k),
+        )  # fmt: skip
+        self.dk[part] = found.dk
+        d_kept, d_steps, d_share, d_push_kept, d_push = self.d_mixed.at(part)
+        assert d_share is not None
+        d_kept[..., -1] += d_last[..., 0]
+        d_share[:, :, -1] += d_pulls[:, :, 0]
+        if d_steps is not None and d_push is not None and d_push_kept is not None:
+            d_steps[..., -1, 0] += d_last[..., 1]
+            d_push_kept[..., 0] = d_last[..., 2]
+            d_push[:, :, 0] = d_pulls[:, :, 1]
+
+
+ADDITIVE = Way(write, AdditiveBackward)

@@ -1,0 +1,203 @@
+"""Muon: the steps of a piece by many programs at once, piece after piece from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.muon_kernels import (
+    advance_kernel,
+    carry_kernel,
+    factors_backward_kernel,
+    factors_kernel,
+)
+from atlas_lm.ops.triton.newton_schulz import (
+    Momenta,
+    StepGradients,
+    momentum_steps,
+    momentum_steps_backward,
+)
+from atlas_lm.ops.triton.reads import (
+    Backward,
+    Factors,
+    Mixed,
+    Plan,
+    Tables,
+    Way,
+    Written,
+    constants,
+)
+from atlas_lm.ops.triton.sizes import Sizes
+
+
+def matrices(sizes: Sizes, factors: Factors, phi: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Where each matrix of a memory begins, and the factors u, x of its gradients."""
+    if sizes.network == 0:
+        yield 0, factors.u1, phi
+        return
+    second, first = sizes.d_v * sizes.hidden, sizes.hidden * sizes.pitch
+    yield 0, factors.u1, factors.h
+    yield second, factors.u2, phi
+    if sizes.network == 2:
+        yield second + first, factors.u3, phi
+
+
+class Segment:
+    """Pieces written one after the other, and everything that the way back needs of them."""
+
+    def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor):
+        self.plan, self.mixed, self.tables, self.first = plan, mixed, tables, part.start
+        self.k, self.v = k[part], v[part]
+        s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
+        self.own = anchor if plan.own and part.start == 0 else None
+        # one more than there are pieces: the last is where the next segment starts
+        self.states = k.new_empty(count + 1, z, s.size)
+        self.momenta = torch.empty(count + 1, z, s.size, device=k.device)
+        self.terms = k.new_empty(count, z, s.terms, s.size)
+        self.factors = Factors.room(count, plan, k)
+        self.phi = self.k
+        if s.features != s.d_k:
+            self.phi = k.new_empty(count, z, s.pairs, s.pitch)
+
+    def anchor(self, n: int) -> Tensor:
+        return self.states[n] if self.own is None else self.own
+
+    def steps_of(self, n: int) -> Iterator[tuple[int, Momenta]]:
+        """Of piece n: each matrix, and what its momenta at the stride points are made of."""
+        m, (_, _, _, push_kept, push) = self.plan.sizes.terms, self.mixed.at(n)
+        assert push is not None
+        assert push_kept is not None
+        share, kept = push[:, :m].contiguous(), push_kept[:, :m].contiguous()
+        for at, u, x in matrices(self.plan.sizes, self.factors.at(n), self.phi[n]):
+            yield at, Momenta(self.momenta[n, :, at:], u, x, share, kept)
+
+    def write(self, n: int, weights: Tensor) -> None:
+        """Piece n; the weights, float32, are changed in place."""
+        plan, s, t = self.plan, self.plan.sizes, self.tables
+        z, factors, here = plan.rows_and_heads, self.factors.at(n), self.mixed.at(n)
+        launch(
+            factors_kernel, (z,),
+            self.k[n], self.v[n], self.anchor(n), t.gain, t.residual, *factors, self.phi[n],
+            t.left, t.right, t.scale, **constants(plan, self.k),
+        )  # fmt: skip
+        for at, momenta in self.steps_of(n):
+            out = self.terms[n, :, :, at:]
+            momentum_steps(momenta, s.size, plan.steps, plan.coefficients, out)
+        blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
+        launch(
+            advance_kernel, (z, blocks),
+            weights, self.momenta[n], self.terms[n], weights, self.momenta[n + 1],
+            self.states[n + 1], *factors, self.phi[n], here.kept, here.steps, here.push_kept,
+            here.push, **constants(plan, self.k),
+        )  # fmt: skip
+
+    def settle(self, n: int, weights: Tensor, anchors: Tensor, initial: Tensor) -> None:
+        """Before the piece after n: begin documents, keep anchors."""
+        number = self.first + n + 1
+        if number >= len(self.plan.marked) or not self.plan.marked[number]:
+            return
+        marks = self.plan.marks[number][:, None]
+        fresh, keep = (marks & 1) != 0, (marks & 2) != 0
+        start = initial.repeat(len(weights) // len(initial), 1)
+        weights.copy_(torch.where(fresh, start, weights))
+        self.states[n + 1] = weights
+        self.momenta[n + 1].masked_fill_(fresh, 0.0)
+        anchors.copy_(torch.where(keep, weights, anchors))
+
+
+def written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial) -> Segment:
+    """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place."""
+    weights, momentum, anchors = carry
+    segment = Segment(plan, k, v, mixed, tables, part, anchor)
+    segment.states[0], segment.momenta[0] = weights, momentum
+    for n in range(len(segment.k)):
+        segment.write(n, weights)
+        segment.settle(n, weights, anchors, initial)
+    momentum.copy_(segment.momenta[-1])
+    return segment
+
+
+def write(*args) -> Written:
+    segment = written_segment(*args)
+    return Written(segment.states[:-1], segment.terms, segment.factors)
+
+
+class MuonBackward(Backward):
+    def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
+        weights, momentum = checkpoint
+        carry = [weights, momentum, torch.empty_like(weights)]
+        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part
+        segment = written_segment(*args, carry, self.anchor, self.initial)
+        written = Written(segment.states[:-1], segment.terms, segment.factors)
+        found = self.read_backward(part, dy, written)
+        for n in reversed(range(len(segment.k))):
+            self._piece(part.start + n, segment, n, found.states[n], found.terms[n])
+
+    def _piece(self, number: int, segment: Segment, n: int, d_state: Tensor, d_terms: Tensor):
+        """From after the piece to before it."""
+        pushes = self._through_steps(number, segment, n, d_terms)
+        self._through_carry(number, segment, n, d_state, pushes)
+        self._through_factors(number, segment, n, pushes)
+        if self.plan.marked[number]:
+            marks = self.plan.marks[number][:, None]
+            fresh, keep = (marks & 1) != 0, (marks & 2) != 0
+            self.g_weights += torch.where(keep, self.g_anchors, 0.0)
+            self.g_initial += torch.where(fresh, self.g_weights, 0.0)
+            self.g_weights.masked_fill_(fresh, 0.0)
+            self.g_momentum.masked_fill_(fresh, 0.0)
+
+    def _through_steps(self, number: int, segment: Segment, n: int, d_terms: Tensor) -> Tensor:
+        """The gradients of the momenta at the stride points; room for the last one behind."""
+        plan, s = self.plan, self.plan.sizes
+        pushes = self.k.new_empty(plan.rows_and_heads, s.pulls, s.size)
+        steps, d_steps = self.mixed.at(number).steps, self.d_mixed.at(number).steps
+        assert steps is not None
+        assert d_steps is not None
+        last = steps[:, -1].contiguous()
+        d_last = torch.zeros_like(last)
+        for at, momenta in segment.steps_of(n):
+            grads = StepGradients(d_terms[:, :, at:], last, self.g_weights[:, at:])
+            part = torch.empty_like(last)
+            momentum_steps_backward(
+                momenta, s.size, plan.steps, plan.coefficients, grads, pushes[:, :, at:], part
+            )
+            d_last += part
+        d_steps[:, -1] += d_last
+        return pushes
+
+    def _through_carry(self, number: int, segment: Segment, n: int, d_state, pushes: Tensor):
+        plan, s = self.plan, self.plan.sizes
+        here, d_here = self.mixed.at(number), self.d_mixed.at(number)
+        block = min(1024, triton.next_power_of_2(s.size))
+        blocks = triton.cdiv(s.size, block)
+        sums = torch.empty(plan.rows_and_heads, blocks, s.terms + 2, device=self.k.device)
+        launch(
+            carry_kernel, (plan.rows_and_heads, blocks),
+            self.g_weights, self.g_momentum, segment.states[n], segment.momenta[n], d_state,
+            pushes, here.kept, here.push_kept, sums, blocks, BLOCK=block, S=s,
+        )  # fmt: skip
+        total = sums.sum(1)
+        assert d_here.push_kept is not None
+        d_here.push_kept.copy_(total[:, :-1])
+        d_here.kept[:, -1] += total[:, -1]
+
+    def _through_factors(self, number: int, segment: Segment, n: int, pushes: Tensor):
+        plan, t, k = self.plan, self.tables, segment.k
+        here, d_here = self.mixed.at(number), self.d_mixed.at(number)
+        dk = torch.empty(k.shape[1:], device=k.device)
+        d_anchor = self.g_weights if segment.own is None else self.g_anchor
+        launch(
+            factors_backward_kernel, (plan.rows_and_heads,),
+            k[n], segment.v[n], segment.anchor(n), d_anchor, t.gain, t.residual,
+            *segment.factors.at(n), pushes, here.push, dk, self.dv[number], d_here.push,
+            self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
+            **constants(plan, k),
+        )  # fmt: skip
+        self.dk[number] = dk
+
+
+MUON = Way(write, MuonBackward)

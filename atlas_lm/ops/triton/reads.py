@@ -1,0 +1,289 @@
+"""What all optimisers share: the plan of a call, what kernels look up, and reading, both ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.layout import DOTS, monomials
+from atlas_lm.ops.triton.reading import read_kernel
+from atlas_lm.ops.triton.reading_backward import read_backward_kernel
+from atlas_lm.ops.triton.sizes import Sizes
+
+ROOM = 2**29
+"""Bytes of states, factors and their gradients that one segment may take."""
+
+
+class Mixed(NamedTuple):
+    """How much of what is in every token's memory, and in every momentum that is asked for."""
+
+    kept: Tensor
+    """`[n z l]`: of the weights that enter a piece."""
+    steps: Tensor | None
+    """`[n z l m]`: of the momentum that enters (m = 1), or of muon's steps; None under gd."""
+    share: Tensor | None
+    """`[n z l p]`: of each pair's gradient; None under muon."""
+    push_kept: Tensor | None
+    """`[n z j]`: of the momentum that enters, in the last momentum (muon: the stride points')."""
+    push: Tensor | None
+    """`[n z j p]`: of each pair's gradient in them."""
+
+    def at(self, part: slice | int) -> Mixed:
+        return Mixed(*(None if x is None else x[part] for x in self))
+
+
+class Slow(NamedTuple):
+    """What the outer loop learns and the kernels see, by head."""
+
+    gain: Tensor | None
+    residual: Tensor | None
+    coefficients: Tensor | None
+    """`[h 3]`"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    sizes: Sizes
+    marks: Tensor
+    """`[n z]` int32: 1, the piece begins a document; 2, its weights are kept as an anchor."""
+    marked: tuple[bool, ...]
+    """Pieces with a mark in any row: known without asking a GPU."""
+    own: bool
+    """The first piece is in the middle of a chunk, and brings its anchor along."""
+    steps: int = 0
+    coefficients: str = "muon"
+
+    @property
+    def rows_and_heads(self) -> int:
+        return self.marks.shape[1]
+
+    def segments(self, dtype: torch.dtype) -> list[slice]:
+        """Runs of pieces that are computed together."""
+        s, count = self.sizes, self.marks.shape[0]
+        matrices = 2 * s.size * (1 + s.terms)
+        factors = 2 * s.pairs * (s.d_v + s.d_k + 3 * s.hidden)
+        size = max(1, ROOM // (self.rows_and_heads * (matrices + factors) * dtype.itemsize))
+        first = 1 if self.own else 0
+        parts = [slice(0, 1)] if self.own else []
+        return parts + [slice(a, min(a + size, count)) for a in range(first, count, size)]
+
+
+class Factors(NamedTuple):
+    """Of the gradients of a segment's pairs, or of what has their shapes."""
+
+    u1: Tensor
+    h: Tensor
+    u2: Tensor
+    u3: Tensor
+
+    @classmethod
+    def room(cls, count: int, plan: Plan, like: Tensor) -> Factors:
+        s, shape = plan.sizes, (count, plan.rows_and_heads, plan.sizes.pairs)
+        wide = like.new_empty(*shape, s.d_v)
+        if s.network == 0:
+            return cls(wide, wide, wide, wide)
+        h, u2 = (like.new_empty(*shape, s.hidden) for _ in range(2))
+        return cls(wide, h, u2, like.new_empty(*shape, s.hidden) if s.network == 2 else u2)
+
+    def at(self, piece: int) -> Factors:
+        return Factors(*(x[piece] for x in self))
+
+
+class Tables(NamedTuple):
+    """What the kernels look up: gain, residual, coefficients, and how features are made."""
+
+    gain: Tensor
+    residual: Tensor
+    coefficients: Tensor
+    left: Tensor
+    right: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, slow: Slow, sizes: Sizes, like: Tensor) -> Tables:
+        nothing = torch.zeros(sizes.heads, sizes.d_v, device=like.device)
+        gain = nothing if slow.gain is None else slow.gain.contiguous()
+        residual = nothing if slow.residual is None else slow.residual.contiguous()
+        if slow.coefficients is None:
+            return cls(gain, residual, nothing, nothing, nothing, nothing)
+        left, right, degree, weight = monomials(sizes.d_k, like.device)
+        scale = slow.coefficients.sqrt()[:, degree] * weight
+        return cls(gain, residual, slow.coefficients.contiguous(), left, right, scale.contiguous())
+
+
+class Written(NamedTuple):
+    """A segment after writing: the state entering every piece, rounded, and the pairs' factors."""
+
+    states: Tensor
+    """`[n z size]`"""
+    terms: Tensor
+    """`[n z m size]`: the momentum that entered, or muon's steps."""
+    factors: Factors
+
+
+def constants(plan: Plan, like: Tensor) -> dict[str, Any]:
+    """What all kernels of memories are compiled for."""
+    return {"S": plan.sizes, "DOT": DOTS[like.dtype]}
+
+
+def either(x: Tensor | None, other: Tensor) -> Tensor:
+    """Something to point at where a kernel never looks."""
+    return other if x is None else x
+
+
+def read(plan: Plan, q, k, mixed: Mixed, tables: Tables, written: Written, y, branch) -> None:
+    """y `[n z l v]`, and what goes into the norm, if there is one."""
+    kept, t = mixed.kept, tables
+    launch(
+        read_kernel, (plan.rows_and_heads, k.shape[0]),
+        q, k, either(mixed.share, kept), kept, either(mixed.steps, kept), written.states,
+        written.terms, *written.factors, t.gain, t.residual, t.coefficients, t.left, t.right,
+        t.scale, y, branch, plan.rows_and_heads, **constants(plan, k),
+    )  # fmt: skip
+
+
+class ReadGradients(NamedTuple):
+    """What reading a segment gives back to what was written."""
+
+    states: Tensor
+    terms: Tensor
+    factors: Factors
+    dk: Tensor
+    """float32"""
+
+
+class Backward:
+    """The gradients of one call, gathered segment by segment from the last to the first."""
+
+    def __init__(self, plan: Plan, q, k, v, mixed: Mixed, tables: Tables, initial, branch):
+        self.plan, self.q, self.k, self.v, self.mixed = plan, q, k, v, mixed
+        self.tables, self.initial, self.branch = tables, initial, branch
+        s, (count, z) = plan.sizes, plan.marks.shape
+        wide = {"device": q.device, "dtype": torch.float32}
+        self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self.d_mixed = Mixed(*(None if x is None else torch.empty_like(x) for x in mixed))
+        self.d_gain = torch.zeros(count, z, s.d_v, **wide)
+        self.d_gain_write = torch.zeros(z, s.d_v, **wide)
+        self.d_degrees = torch.zeros(count, z, 8, **wide)
+        self.d_degrees_write = torch.zeros(z, 4, **wide)
+        self.scratch = torch.empty(z, 4 * s.pairs * max(1, s.hidden), **wide)
+
+    def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
+        """From the gradients of the state at the end."""
+        s, (_, z) = self.plan.sizes, self.plan.marks.shape
+        blank = torch.zeros(z, s.size, device=self.q.device)
+        self.g_weights = blank.clone() if g_weights is None else g_weights.float().clone()
+        self.g_momentum = blank.clone() if g_momentum is None else g_momentum.float().clone()
+        self.g_anchors = blank if g_anchors is None else g_anchors.float().contiguous()
+        self.g_initial = torch.zeros_like(blank)
+        self.anchor = None if anchor is None else anchor.to(self.k.dtype)
+        self.g_anchor = torch.zeros_like(blank)
+
+    def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
+        raise NotImplementedError
+
+    def read_backward(self, part: slice, dy: Tensor, written: Written) -> ReadGradients:
+        plan, s, t = self.plan, self.plan.sizes, self.tables
+        q, k, here, d_here = self.q[part], self.k[part], self.mixed.at(part), self.d_mixed.at(part)
+        d_states = torch.empty_like(written.states)
+        found = ReadGradients(
+            states=d_states,
+            terms=d_states if written.terms is written.states else torch.empty_like(written.terms),
+            factors=Factors.room(k.shape[0], plan, k) if s.written else written.factors,
+            dk=torch.empty(k.shape, device=k.device),
+        )
+        branch = self.branch[part] if s.norm else self.branch
+        launch(
+            read_backward_kernel, (plan.rows_and_heads, k.shape[0]),
+            dy, q, k, either(here.share, here.kept), here.kept, either(here.steps, here.kept),
+            written.states, written.terms, *written.factors, t.gain, t.residual, t.coefficients,
+            t.left, t.right, t.scale, branch, self.dq[part], found.dk,
+            either(d_here.share, d_here.kept), d_here.kept, either(d_here.steps, d_here.kept),
+            found.states, found.terms, *found.factors, self.d_gain[part], self.d_degrees[part],
+            plan.rows_and_heads, **constants(plan, k),
+        )  # fmt: skip
+        return found
+
+    def gradients(self, dy: Tensor, slow: Slow) -> tuple[Tensor | None, ...]:
+        """Of q, k, v, mixing, slow weights, weights, momentum, own anchor, initial weights."""
+        s = self.plan.sizes
+        d_gain = d_residual = d_coefficients = None
+        if slow.gain is not None:
+            d_gain = by_head(self.d_gain.sum(0) + self.d_gain_write, s.heads)
+        if slow.residual is not None:
+            d_residual = residual_gradient(dy, self.q, s.heads)
+            if s.objective == 0:
+                d_residual = d_residual - residual_gradient(self.dv, self.k, s.heads)
+        if slow.coefficients is not None:
+            direct, through = self.d_degrees.sum(0).split(4, -1)
+            through = by_head(through + self.d_degrees_write, s.heads)[:, :3]
+            direct = by_head(direct, s.heads)[:, :3]
+            d_coefficients = direct + through / (2 * slow.coefficients)
+        return (
+            self.dq, self.dk, self.dv, *self.d_mixed, d_gain, d_residual, d_coefficients,
+            self.g_weights, None if self.mixed.push is None else self.g_momentum,
+            None if self.anchor is None else self.g_anchor, by_head(self.g_initial, s.heads),
+        )  # fmt: skip
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """Summed over the batch: `[b*h ...] -> [h ...]`."""
+    return x.unflatten(0, (-1, heads)).sum(0)
+
+
+def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
+    """`[h v k]` from `[n b*h l v]` and `[n b*h l k]`."""
+    grad, raw = (x.unflatten(1, (-1, heads)) for x in (grad, raw))
+    return torch.einsum("nbhlv,nbhlk->hvk", grad, raw.to(grad.dtype)).float()
+
+
+class Pieces(torch.autograd.Function):
+    """Pieces `[n z . .]` through memories `[z size]`, everything flat and contiguous.
+
+    A segment at a time: written, then read. Only the state at the beginning of a segment is kept;
+    the backward writes the segment again from it. `way`: how an optimiser writes, both ways.
+    """
+
+    @staticmethod
+    def forward(ctx, way, plan: Plan, q, k, v, *rest):
+        mixed, slow = Mixed(*rest[:5]), Slow(*rest[5:8])
+        weights, momentum, anchor, initial = rest[8:]
+        tables = Tables.of(slow, plan.sizes, q)
+        y = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+        branch = torch.empty(y.shape if plan.sizes.norm else (1,), device=q.device)
+        carry = [weights.clone(), None if momentum is None else momentum.clone(), weights.clone()]
+        rounded = None if anchor is None else anchor.to(k.dtype)
+        checkpoints = []
+        for part in plan.segments(k.dtype):
+            checkpoints.append([None if x is None else x.clone() for x in carry[:2]])
+            here = mixed.at(part)
+            written = way.write(plan, k, v, here, tables, part, carry, rounded, initial)
+            out = branch[part] if plan.sizes.norm else branch
+            read(plan, q[part], k[part], here, tables, written, y[part], out)
+        ctx.way, ctx.plan, ctx.checkpoints, ctx.tables = way, plan, checkpoints, tables
+        ctx.save_for_backward(q, k, v, *mixed, *slow, anchor, initial, branch)
+        return y, *carry
+
+    @staticmethod
+    def backward(ctx, *grads):
+        dy, g_weights, g_momentum, g_anchors = grads
+        plan = ctx.plan
+        q, k, v, *rest = ctx.saved_tensors
+        mixed, slow, (anchor, initial, branch) = Mixed(*rest[:5]), Slow(*rest[5:8]), rest[8:]
+        back = ctx.way.backward(plan, q, k, v, mixed, ctx.tables, initial, branch)
+        back.begin(g_weights, g_momentum, g_anchors, anchor)
+        parts = list(zip(plan.segments(k.dtype), ctx.checkpoints, strict=True))
+        for part, checkpoint in reversed(parts):
+            back.segment(part, dy[part].contiguous(), checkpoint)
+        return None, None, *back.gradients(dy, slow)
+
+
+class Way(NamedTuple):
+    """How an optimiser writes a segment, and the gradients of that."""
+
+    write: Any
+    backward: type[Backward]
