@@ -52,18 +52,14 @@ def memorize(
     """
     check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset, impl)
     dtype, out_dtype, product = state_dtype(q.dtype), q.dtype, product_for(q.dtype)
-    by_kernels = impl == "triton" or (
-        impl == "auto" and faster(q) and why_not(rule, q, v, weights) is None
-    )
+    by_kernels = _by_kernels(impl, rule, q, v, weights)
     if not by_kernels:
         q, k, v = (x.to(dtype) for x in (q, k, v))
     gates = _complete(gates.map(lambda g: g.to(dtype)), rule)
     weights = {n: w.to(dtype) for n, w in weights.items()}
     slow = {n: weights.pop(n) for n in SLOW if n in weights}
-    if coefficients is None:
-        coefficients = default_coefficients(rule, gates.rate)
-    else:
-        coefficients = coefficients.to(dtype)
+    given = default_coefficients(rule, gates.rate) if coefficients is None else coefficients
+    coefficients = None if given is None else given.to(dtype)
     if mask is not None:
         q, k, v, gates = _without_absent(mask, q, k, v, gates)
     if state is None:
@@ -88,6 +84,12 @@ def memorize(
         else:
             y, state = _parallel_form(rule)(tokens, outer, state, product, not hidden)
     return y.to(out_dtype), state
+
+
+def _by_kernels(impl: Impl, rule: Rule, q: Tensor, v: Tensor, weights: Weights) -> bool:
+    if impl != "auto":
+        return impl == "triton"
+    return faster(q) and why_not(rule, q, v, weights) is None
 
 
 def _kernels(rule: Rule):

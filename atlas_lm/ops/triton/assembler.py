@@ -37,8 +37,8 @@ def trouble() -> str | None:
         return None
     number = ".".join(map(str, found)) or "unknown"
     return (
-        f"ptxas {number} (of this Triton), which miscompiles for Hopper; install a newer Triton, or "
-        "set TRITON_PTXAS_PATH to the ptxas of CUDA 12.9 or later"
+        f"kernels assembled by this Triton's ptxas {number}, which miscompiles for Hopper (install "
+        "a newer Triton, or set TRITON_PTXAS_PATH to the ptxas of CUDA 12.9 or later)"
     )
 
 

@@ -18,27 +18,27 @@ _compiled: dict[tuple, Any] = {}
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, **constants: Any
 ) -> None:
-    """`kernel[grid](*args, **constants)`; constants are the compile-time arguments, which come last.
+    """`kernel[grid](*args, **constants)`: tensors first, compile-time arguments last.
 
-    Integers among the arguments must not be specialised on.
+    Integers between them must not be specialised on; tensors have the types that `DOT` says.
     """
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*args, **constants)
-        return
-    names = kernel.arg_names[len(args) :]
-    values = [constants[name] for name in names]
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    device = tensors[0].get_device()
+        return None
+    values = [constants[name] for name in kernel.arg_names[len(args) :]]
     offset = 0
-    for x in tensors:
-        offset |= x.data_ptr()
+    for x in args:
+        if isinstance(x, Tensor):
+            offset |= x.data_ptr()
+    device = args[0].get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, warps=warps, **constants)
     # a mixture of alignments is rare: then Triton may look at each by itself
-    key = (kernel, device, warps, tensors[0].dtype, *values) if offset % 16 == 0 else None
-    with torch.cuda.device(device):
-        found = _compiled.get(key) if key is not None else None
-        if found is None:
-            made = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
-            if key is not None:
-                _compiled[key] = made
-            return
+    key = (kernel, device, warps, offset % 16, *values)
+    found = _compiled.get(key) if offset % 16 == 0 else None
+    if found is None:
+        _compiled[key] = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
+    else:
         found[(*grid, 1, 1)[:3]](*args, *values)
+    return None

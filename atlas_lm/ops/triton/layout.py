@@ -33,7 +33,7 @@ def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, term
     size = d_v * (hidden or pitch) + NETWORKS[str(rule.network)] * hidden * pitch
     return Sizes(
         network=NETWORKS[str(rule.network)],
-        norm=rule.norm,
+        norm=bool(rule.norm),
         objective=OBJECTIVES[str(rule.objective)],
         heads=heads,
         d_k=d_k,

@@ -68,9 +68,10 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
 
 def additive_of(inputs: Inputs) -> Mixed:
     """The gates of gd and momentum as mixing matrices."""
-    gates, by_piece = gates_of(inputs)
-    made = additive(*gates)
-    kept, carried, share, push_kept, push = (None if x is None else by_piece(x) for x in made)
+    made, count = additive(*Flat.of(inputs)), inputs.alpha.shape[0]
+    kept, carried, share, push_kept, push = (
+        None if x is None else x.unflatten(0, (count, -1)) for x in made
+    )
     assert kept is not None
     if carried is None or push_kept is None or push is None:
         return Mixed(kept, None, share, None, None)
@@ -79,7 +80,8 @@ def additive_of(inputs: Inputs) -> Mixed:
 
 def stepping_of(inputs: Inputs, pieces: Pieces, rule: Rule) -> Mixed:
     """The gates of muon as mixing matrices."""
-    gates, by_piece = gates_of(inputs)
+    alpha, eta, theta, gamma, filled = Flat.of(inputs)
+    assert theta is not None
     points, live = stride_points(pieces, rule.stride)
     batch, heads = inputs.alpha.shape[1:3]
     points, live = (
@@ -87,23 +89,33 @@ def stepping_of(inputs: Inputs, pieces: Pieces, rule: Rule) -> Mixed:
         for x in (points, live)
     )
     device = inputs.alpha.device
-    made = stepping(*gates, points.to(device), live.to(device), rule.eta_inside)
-    kept, steps, push_kept, push = map(by_piece, made)
+    points, live, inside = points.to(device), live.to(device), rule.eta_inside
+    made = stepping(alpha, eta, theta, gamma, filled, points, live, inside)
+    kept, steps, push_kept, push = (x.unflatten(0, (inputs.alpha.shape[0], -1)) for x in made)
     return Mixed(kept, steps, None, push_kept, push)
 
 
-def gates_of(inputs: Inputs):
-    """alpha, eta, theta, gamma and filled with pieces, rows and heads in one axis; and back."""
+class Flat(NamedTuple):
+    """Gates with pieces, rows and heads in one axis, `[n*z ...]`."""
 
-    def rows(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.flatten(0, 2)
+    alpha: Tensor
+    eta: Tensor
+    theta: Tensor | None
+    gamma: Tensor
+    filled: Tensor | None
 
-    filled = inputs.filled
-    if filled is not None:
-        filled = filled.float().expand_as(inputs.alpha).contiguous()
-    gates = (rows(x) for x in (inputs.alpha, inputs.eta, inputs.theta, inputs.gamma, filled))
-    count = inputs.alpha.shape[0]
-    return gates, lambda x: x.unflatten(0, (count, -1))
+    @classmethod
+    def of(cls, inputs: Inputs) -> Flat:
+        theta, filled = inputs.theta, inputs.filled
+        if filled is not None:
+            filled = filled.float().expand_as(inputs.alpha).contiguous()
+        return cls(
+            inputs.alpha.flatten(0, 2),
+            inputs.eta.flatten(0, 2),
+            None if theta is None else theta.flatten(0, 2),
+            inputs.gamma.flatten(0, 2),
+            None if filled is None else filled.flatten(0, 2),
+        )
 
 
 def stride_points(pieces: Pieces, stride: int) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ class Segment:
     """Pieces written one after the other, and everything that the way back needs of them."""
 
     def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor):
-        self.plan, self.mixed, self.tables, self.first = plan, mixed, tables, part.start
+        self.plan, self.tables, self.first = plan, tables, part.start
         self.k, self.v = k[part], v[part]
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
         self.own = anchor if plan.own and part.start == 0 else None
@@ -59,6 +59,11 @@ class Segment:
         self.momenta = torch.empty(count + 1, z, s.size, device=k.device)
         self.terms = k.new_empty(count, z, s.terms, s.size)
         self.factors = Factors.room(count, plan, k)
+        self.mixed = mixed.pieces(count)
+        assert mixed.push is not None
+        assert mixed.push_kept is not None
+        self.shares = mixed.push[:, :, : s.terms].contiguous().unbind(0)
+        self.kept = mixed.push_kept[:, :, : s.terms].contiguous().unbind(0)
         self.phi = self.k
         if s.features != s.d_k:
             self.phi = k.new_empty(count, z, s.pairs, s.pitch)
@@ -68,17 +73,13 @@ class Segment:
 
     def steps_of(self, n: int) -> Iterator[tuple[int, Momenta]]:
         """Of piece n: each matrix, and what its momenta at the stride points are made of."""
-        m, (_, _, _, push_kept, push) = self.plan.sizes.terms, self.mixed.at(n)
-        assert push is not None
-        assert push_kept is not None
-        share, kept = push[:, :m].contiguous(), push_kept[:, :m].contiguous()
         for at, u, x in matrices(self.plan.sizes, self.factors.at(n), self.phi[n]):
-            yield at, Momenta(self.momenta[n, :, at:], u, x, share, kept)
+            yield at, Momenta(self.momenta[n, :, at:], u, x, self.shares[n], self.kept[n])
 
     def write(self, n: int, weights: Tensor) -> None:
         """Piece n; the weights, float32, are changed in place."""
         plan, s, t = self.plan, self.plan.sizes, self.tables
-        z, factors, here = plan.rows_and_heads, self.factors.at(n), self.mixed.at(n)
+        z, factors, here = plan.rows_and_heads, self.factors.at(n), self.mixed[n]
         launch(
             factors_kernel, (z,),
             self.k[n], self.v[n], self.anchor(n), t.gain, t.residual, *factors, self.phi[n],

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from atlas_lm.ops.triton.pairs import deep_factors, linear_factors
 from atlas_lm.ops.triton.pairs_backward import (
-    leave_keys,
+    leave_pulls,
     through_branch,
     through_hidden,
     through_sums,
@@ -59,7 +59,8 @@ def factors_kernel(
     k, v, anchor = k + pairs * S.d_k, v + pairs * S.d_v, anchor + z * S.size
     gain, residual = gain + head * S.d_v, residual + head * S.d_v * S.d_k
     scale += head * S.features
-    u1, h, u2, u3 = u1 + pairs * S.d_v, h + pairs * S.hidden, u2 + pairs * S.hidden, u3 + pairs * S.hidden  # fmt: skip
+    deep = pairs * S.hidden
+    u1, h, u2, u3 = u1 + pairs * S.d_v, h + deep, u2 + deep, u3 + deep
     phi += pairs * S.pitch
     some_factors(
         k, v, anchor, gain, residual, u1, h, u2, u3, phi, S.tail + tl.arange(0, LENGTH), S.pairs,
@@ -264,7 +265,8 @@ def some_factors_backward(
                     d_value, k, anchor + W3, d_anchor + W3, grad_k, degrees, rows, hs, height,
                     left, right, scale, S.hidden, S, DOT,
                 )  # fmt: skip
-    leave_keys(grad_k, grad_pulls, dk, d_pulls, rows, ks, height, S)
+    put(dk, grad_k, rows, ks, height, S.d_k)
+    leave_pulls(grad_pulls, d_pulls, rows, height, S)
     return degrees
 
 

@@ -7,6 +7,7 @@ Gradients are exact; iterates are computed again in the backward pass, nothing i
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -150,6 +151,7 @@ def _rounded_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
 
 
+@cache
 def _schedule(steps: int, coefficients: str) -> Schedule:
     table = plain.COEFFICIENTS[coefficients]
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
@@ -161,6 +163,7 @@ def _blocks(rows: int, columns: int) -> tuple[int, int]:
     return min(pad), max(pad)
 
 
+@cache
 def _constants(rows: int, columns: int, dtype: torch.dtype, schedule: Schedule):
     """What a kernel is compiled for, and its warps forward and backward."""
     short, long = _blocks(rows, columns)
@@ -188,10 +191,12 @@ def _momenta(momenta: Momenta, steps: int, coefficients: str):
     return short, long, _pairs(u.shape[1]), constants, warps
 
 
+@cache
 def _pairs(pairs: int) -> dict[str, int]:
     return {"PAIRS": pairs, "TAIL": max(16, triton.next_power_of_2(pairs % 64))}
 
 
+@cache
 def _programs(count: int, device: torch.device, warps: int) -> int:
     """As many as there is room for: each has its own scratch, which should stay in the cache."""
     if device.type != "cuda":
@@ -215,9 +220,9 @@ def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
     constants, warps = _constants(rows, columns, torch.bfloat16, schedule)
     back = "backward" in name
     if pairs is not None:
-        constants |= _pairs(pairs) | {"SIZE": rows * columns}
+        constants = constants | _pairs(pairs) | {"SIZE": rows * columns}
     if back:
-        constants["RELOAD"] = _reloads(constants)
+        constants = constants | {"RELOAD": _reloads(constants)}
     fn = getattr(kernels, name)
     wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last")
     types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(

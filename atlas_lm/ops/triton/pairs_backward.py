@@ -168,7 +168,7 @@ def through_hidden(
     do, k, anchor, u1, h, scratch, rows, vs, hs, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From the branch and what the second layer left: the gradients of W1, of z and of the value."""
+    """From the branch and what the second layer left: gradients of W1, z and the value."""
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
@@ -218,9 +218,15 @@ def begin_keys(dk, rows, ks, height, S: tl.constexpr):
 
 
 @triton.jit
-def leave_keys(grad_k, grad_pulls, dk, d_pulls, rows, ks, height, S: tl.constexpr):
+def leave_pulls(grad, d_pulls, rows, height, S: tl.constexpr):
     PULLS: tl.constexpr = S.block_pulls
     js = tl.arange(0, PULLS)
-    put(dk, grad_k, rows, ks, height, S.d_k)
     inside = (rows[:, None] < height) & (js[None, :] < S.pulls)
-    tl.store(d_pulls + js[None, :] * S.pairs + rows[:, None], grad_pulls, mask=inside)
+    tl.store(d_pulls + js[None, :] * S.pairs + rows[:, None], grad, mask=inside)
+
+
+@triton.jit
+def leave_keys(grad, grad_past, dk, mine, past, ks, S: tl.constexpr):
+    put(dk, grad, mine, ks, S.pairs, S.d_k)
+    if S.tail > 0:
+        put(dk, grad_past, past, ks, S.tail, S.d_k)

@@ -69,6 +69,14 @@ def through_first_layer(
 
 
 @triton.jit
+def through_seen(x, dx, seen, back, h, d_h, pairs, hs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """Back through <h_t, h_i> for some pairs and a block of the hidden layer; and its values."""
+    of_pairs = tile(h, pairs, hs, height, S.hidden)
+    put(d_h, dot(tl.trans(back), x, DOT), pairs, hs, height, S.hidden)
+    return dx + dot(back, of_pairs, DOT), seen + dot(x, tl.trans(of_pairs), DOT)
+
+
+@triton.jit
 def through_deep(
     do, q, state, terms, d_state, d_terms, kept, steps, u1, h, u2, u3, d_h, d_u2, d_u3,
     share, own, before, d_kept, d_steps, dq, rows, vs, left, right, scale,
@@ -77,13 +85,12 @@ def through_deep(
     """Back through both layers; also <h_t, h_i>, of which the caller needs the gradient."""
     F: tl.constexpr = S.block_f
     HIDDEN: tl.constexpr = S.hidden
-    LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
-    mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
-    seen_own = tl.zeros((LENGTH, LENGTH), tl.float32)
-    seen_before = tl.zeros((LENGTH, TAIL), tl.float32)
+    mine, past = S.tail + rows, tl.arange(0, TAIL)
+    seen_own = tl.zeros((rows.shape[0], rows.shape[0]), tl.float32)
+    seen_before = tl.zeros((rows.shape[0], TAIL), tl.float32)
     back_own, back_before, d_own, d_before = seen_own, seen_before, seen_own, seen_before
     d_degrees = tl.zeros((4,), tl.float32)
     if S.written:
@@ -99,8 +106,7 @@ def through_deep(
             q, state, terms, kept, steps, u2, own, before, rows, hs, W2, left, right, scale,
             S.hidden, S, DOT,
         )  # fmt: skip
-        x, through = gelu(z), gelu_slope(z)
-        gate = x
+        x, gate, through = gelu(z), gelu(z), gelu_slope(z)
         if S.network == 2:
             value = first_layer(
                 q, state, terms, kept, steps, u3, own, before, rows, hs, W3, left, right, scale,
@@ -112,15 +118,13 @@ def through_deep(
             S.d_v, S.hidden, S, DOT,
         )  # fmt: skip
         if S.written:
-            of_mine = tile(h, mine, hs, S.pairs, S.hidden)
-            dx += dot(back_own, of_mine, DOT)
-            seen_own += dot(x, tl.trans(of_mine), DOT)
-            put(d_h, dot(tl.trans(back_own), x, DOT), mine, hs, S.pairs, S.hidden)
+            dx, seen_own = through_seen(
+                x, dx, seen_own, back_own, h, d_h, mine, hs, S.pairs, S, DOT
+            )
             if S.tail > 0:
-                of_past = tile(h, past, hs, S.tail, S.hidden)
-                dx += dot(back_before, of_past, DOT)
-                seen_before += dot(x, tl.trans(of_past), DOT)
-                put(d_h, dot(tl.trans(back_before), x, DOT), past, hs, S.tail, S.hidden)
+                dx, seen_before = through_seen(
+                    x, dx, seen_before, back_before, h, d_h, past, hs, S.tail, S, DOT
+                )
         d_own, d_before, d_kept, d_steps, dq, d_degrees = through_first_layer(
             dx * through, q, state + W2, terms + W2, d_state + W2, d_terms + W2, kept, steps,
             u2, d_u2, own, before, d_own, d_before, d_kept, d_steps, dq, d_degrees, rows, hs,
@@ -169,6 +173,70 @@ def through_pairs(
     return dq, d_coefficients
 
 
+@triton.jit
+def through_output(
+    do, q, branch, gain, residual, d_gain, rows, vs, ks, S: tl.constexpr, DOT: tl.constexpr
+):
+    """From y = x + gain * LN(branch) back to the branch, and to the query as the residual."""
+    dq = do if S.d_k == S.d_v else dot(do, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
+    if S.norm:
+        unit, size = normalise(tile(branch, rows, vs, S.length, S.d_v), vs, S.d_v)
+        tl.store(d_gain + vs, tl.sum(do * unit, 0), mask=vs < S.d_v)
+        weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)
+        do = through_norm(weight[None, :] * do, unit, size, vs, S.d_v)
+    return do, dq
+
+
+@triton.jit
+def read_backward(
+    do, q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, residual, coefficients,
+    left, right, scale, branch, dk, d_share, d_state, d_terms, d_u1, d_h, d_u2, d_u3, d_gain,
+    rows, mine, past, vs, ks, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One piece; returns the gradients of q, kept, steps, the kernel's coefficients and phi's."""
+    TERMS: tl.constexpr = S.block_terms
+    own = tl.zeros((rows.shape[0], mine.shape[0]), tl.float32)
+    before = tl.zeros((rows.shape[0], past.shape[0]), tl.float32)
+    seen_own, seen_before = own, before
+    dq = tl.zeros((rows.shape[0], ks.shape[0]), tl.float32)
+    d_kept = tl.zeros((rows.shape[0],), tl.float32)
+    d_steps = tl.zeros((rows.shape[0], TERMS), tl.float32)
+    degrees = tl.zeros((4,), tl.float32)
+    d_coefficients = degrees
+    if S.written:
+        own = share_tile(share, rows, mine, S.pairs, S)
+        own *= alike(q, k, rows, mine, S.pairs, coefficients, S, DOT)[1]
+        if S.tail > 0:
+            before = share_tile(share, rows, past, S.tail, S)
+            before *= alike(q, k, rows, past, S.tail, coefficients, S, DOT)[1]
+    # operands only: half the registers
+    own, before = own.to(DOT), before.to(DOT)
+    if S.network == 0:
+        d_own, d_before, d_kept, d_steps, dq, degrees = through_first_layer(
+            do, q, state, terms, d_state, d_terms, kept, steps, u1, d_u1, own, before,
+            seen_own, seen_before, d_kept, d_steps, dq, degrees, rows, vs,
+            left, right, scale, S.d_v, S, DOT,
+        )  # fmt: skip
+    else:
+        do, dq = through_output(do, q, branch, gain, residual, d_gain, rows, vs, ks, S, DOT)
+        seen_own, seen_before, d_own, d_before, d_kept, d_steps, dq, degrees = through_deep(
+            do, q, state, terms, d_state, d_terms, kept, steps, u1, h, u2, u3, d_h, d_u2, d_u3,
+            share, own, before, d_kept, d_steps, dq, rows, vs, left, right, scale, S, DOT,
+        )  # fmt: skip
+    if S.written:
+        dq, d_coefficients = through_pairs(
+            do, d_own, seen_own, share, d_share, q, k, dk, u1, d_u1, dq, rows, mine, S.pairs,
+            vs, coefficients, S, DOT,
+        )  # fmt: skip
+        if S.tail > 0:
+            dq, more = through_pairs(
+                do, d_before, seen_before, share, d_share, q, k, dk, u1, d_u1, dq, rows, past,
+                S.tail, vs, coefficients, S, DOT,
+            )  # fmt: skip
+            d_coefficients += more
+    return dq, d_kept, d_steps, d_coefficients, degrees
+
+
 @triton.jit(do_not_specialize=["rows_and_heads"])
 def read_backward_kernel(
     dy, q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, residual, coefficients,
@@ -186,77 +254,24 @@ def read_backward_kernel(
     K: tl.constexpr = S.block_k
     TERMS: tl.constexpr = S.block_terms
     rows, vs, ks, past = tl.arange(0, LENGTH), tl.arange(0, V), tl.arange(0, K), tl.arange(0, TAIL)
-    mine = S.tail + rows
-    q += at * S.length * S.d_k
-    k += at * S.pairs * S.d_k
-    dk += at * S.pairs * S.d_k
-    scale += head * S.features
-    weigh = coefficients + head * 3
-    state, d_state = state + at * S.size, d_state + at * S.size
-    terms, d_terms = terms + at * S.terms * S.size, d_terms + at * S.terms * S.size
-    steps += at * S.length * S.terms
-    u1, d_u1 = u1 + at * S.pairs * S.d_v, d_u1 + at * S.pairs * S.d_v
-    share, d_share = share + at * S.length * S.pairs, d_share + at * S.length * S.pairs
-    hidden = at * S.pairs * S.hidden
-    keep = tl.load(kept + at * S.length + rows, mask=rows < S.length, other=0.0)
-    do = tile(dy + at * S.length * S.d_v, rows, vs, S.length, S.d_v).to(tl.float32)
-    grad_q = tl.zeros((LENGTH, K), tl.float32)
-    own = tl.zeros((LENGTH, LENGTH), tl.float32)
-    before = tl.zeros((LENGTH, TAIL), tl.float32)
-    seen_own, seen_before = own, before
-    grad_kept = tl.zeros((LENGTH,), tl.float32)
-    grad_steps = tl.zeros((LENGTH, TERMS), tl.float32)
-    grad_degrees = tl.zeros((4,), tl.float32)
-    if S.written:
-        own = share_tile(share, rows, mine, S.pairs, S)
-        own *= alike(q, k, rows, mine, S.pairs, weigh, S, DOT)[1]
-        if S.tail > 0:
-            before = share_tile(share, rows, past, S.tail, S)
-            before *= alike(q, k, rows, past, S.tail, weigh, S, DOT)[1]
-    # operands only: half the registers
-    own, before = own.to(DOT), before.to(DOT)
-    if S.network == 0:
-        d_own, d_before, grad_kept, grad_steps, grad_q, grad_degrees = through_first_layer(
-            do, q, state, terms, d_state, d_terms, keep, steps, u1, d_u1, own, before,
-            seen_own, seen_before, grad_kept, grad_steps, grad_q, grad_degrees, rows, vs,
-            left, right, scale, S.d_v, S, DOT,
-        )  # fmt: skip
-    else:
-        if S.d_k == S.d_v:
-            grad_q += do
-        else:
-            at_head = residual + head * S.d_v * S.d_k
-            grad_q += dot(do, tile(at_head, vs, ks, S.d_v, S.d_k), DOT)
-        if S.norm:
-            o = tile(branch + at * S.length * S.d_v, rows, vs, S.length, S.d_v)
-            unit, size = normalise(o, vs, S.d_v)
-            tl.store(d_gain + at * S.d_v + vs, tl.sum(do * unit, 0), mask=vs < S.d_v)
-            weight = tl.load(gain + head * S.d_v + vs, mask=vs < S.d_v, other=0.0)
-            do = through_norm(weight[None, :] * do, unit, size, vs, S.d_v)
-        made = through_deep(
-            do, q, state, terms, d_state, d_terms, keep, steps, u1, h + hidden, u2 + hidden,
-            u3 + hidden, d_h + hidden, d_u2 + hidden, d_u3 + hidden, share, own, before,
-            grad_kept, grad_steps, grad_q, rows, vs, left, right, scale, S, DOT,
-        )  # fmt: skip
-        seen_own, seen_before, d_own, d_before, grad_kept, grad_steps, grad_q, grad_degrees = made
-    grad_coefficients = tl.zeros((4,), tl.float32)
-    if S.written:
-        grad_q, grad_coefficients = through_pairs(
-            do, d_own, seen_own, share, d_share, q, k, dk, u1, d_u1, grad_q, rows, mine,
-            S.pairs, vs, weigh, S, DOT,
-        )  # fmt: skip
-        if S.tail > 0:
-            grad_q, more = through_pairs(
-                do, d_before, seen_before, share, d_share, q, k, dk, u1, d_u1, grad_q, rows,
-                past, S.tail, vs, weigh, S, DOT,
-            )  # fmt: skip
-            grad_coefficients += more
-    put(dq + at * S.length * S.d_k, grad_q, rows, ks, S.length, S.d_k)
-    tl.store(d_kept + at * S.length + rows, grad_kept, mask=rows < S.length)
+    slots, pairs, size = at * S.length, at * S.pairs, at * S.size
+    keys, wide, deep = pairs * S.d_k, pairs * S.d_v, pairs * S.hidden
+    keep = tl.load(kept + slots + rows, mask=rows < S.length, other=0.0)
+    do = tile(dy + slots * S.d_v, rows, vs, S.length, S.d_v).to(tl.float32)
+    grad_q, grad_kept, grad_steps, grad_coefficients, degrees = read_backward(
+        do, q + slots * S.d_k, k + keys, share + slots * S.pairs, keep, steps + slots * S.terms,
+        state + size, terms + size * S.terms, u1 + wide, h + deep, u2 + deep, u3 + deep,
+        gain + head * S.d_v, residual + head * S.d_v * S.d_k, coefficients + head * 3,
+        left, right, scale + head * S.features, branch + slots * S.d_v,
+        dk + keys, d_share + slots * S.pairs, d_state + size, d_terms + size * S.terms,
+        d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, d_gain + at * S.d_v,
+        rows, S.tail + rows, past, vs, ks, S, DOT,
+    )  # fmt: skip
+    put(dq + slots * S.d_k, grad_q, rows, ks, S.length, S.d_k)
+    tl.store(d_kept + slots + rows, grad_kept, mask=rows < S.length)
     if S.terms > 0:
-        ts = tl.arange(0, TERMS)
-        put(d_steps + at * S.length * S.terms, grad_steps, rows, ts, S.length, S.terms)
+        put(d_steps + slots * S.terms, grad_steps, rows, tl.arange(0, TERMS), S.length, S.terms)
     if S.features != S.d_k:
         at_degrees = d_degrees + at * 8 + tl.arange(0, 4)
         tl.store(at_degrees, grad_coefficients)
-        tl.store(at_degrees + 4, grad_degrees)
+        tl.store(at_degrees + 4, degrees)

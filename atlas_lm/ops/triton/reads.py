@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,8 +33,16 @@ class Mixed(NamedTuple):
     push: Tensor | None
     """`[n z j p]`: of each pair's gradient in them."""
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Mixed:
+        made = (None if x is None else function(x) for x in self)
+        return Mixed(*made)  # pyright: ignore[reportArgumentType]
+
     def at(self, part: slice | int) -> Mixed:
-        return Mixed(*(None if x is None else x[part] for x in self))
+        return self.map(lambda x: x[part])
+
+    def pieces(self, count: int) -> list[Mixed]:
+        parts = [[None] * count if x is None else x.unbind(0) for x in self]
+        return [Mixed(*x) for x in zip(*parts, strict=True)]
 
 
 class Slow(NamedTuple):
@@ -165,7 +174,7 @@ class Backward:
         s, (count, z) = plan.sizes, plan.marks.shape
         wide = {"device": q.device, "dtype": torch.float32}
         self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        self.d_mixed = Mixed(*(None if x is None else torch.empty_like(x) for x in mixed))
+        self.d_mixed = mixed.map(torch.empty_like)
         self.d_gain = torch.zeros(count, z, s.d_v, **wide)
         self.d_gain_write = torch.zeros(z, s.d_v, **wide)
         self.d_degrees = torch.zeros(count, z, 8, **wide)

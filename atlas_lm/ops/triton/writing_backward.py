@@ -10,6 +10,7 @@ import triton.language as tl
 from atlas_lm.ops.triton.pairs_backward import (
     begin_keys,
     leave_keys,
+    leave_pulls,
     through_branch,
     through_hidden,
     through_sums,
@@ -64,7 +65,7 @@ def through_first_matrix(
     grad_k, grad_past, degrees, c0, c1, c2, mine, past, outs, left, right, scale,
     HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Rows `outs` of a matrix on phi, from the gradients of what it gave: its tiles and the keys."""
+    """Rows `outs` of a matrix on phi, from gradients of what it gave: its tiles and the keys."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
     for d in range(0, D, STEP):
@@ -92,6 +93,32 @@ def through_first_matrix(
 
 
 @triton.jit
+def both_branches(
+    k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Back to the branches of the piece's own pairs and of those before it."""
+    PULLS: tl.constexpr = S.block_pulls
+    grad_k, grad_past = begin_keys(dk, mine, ks, S.pairs, S), begin_keys(dk, past, ks, S.tail, S)
+    do, grad_k, grad_pulls, degrees = through_branch(
+        k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
+        grad_k, dv, d_gain, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees, mine, vs, ks,
+        S.pairs, left, right, scale, S, DOT,
+    )  # fmt: skip
+    leave_pulls(grad_pulls, d_pulls, mine, S.pairs, S)
+    do_past = do
+    if S.tail > 0:
+        do_past, grad_past, grad_pulls, degrees = through_branch(
+            k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+            scratch, grad_past, dv, d_gain, tl.zeros((past.shape[0], PULLS), tl.float32), degrees,
+            past, vs, ks, S.tail, left, right, scale, S, DOT,
+        )  # fmt: skip
+        leave_pulls(grad_pulls, d_pulls, past, S.tail, S)
+    return do, do_past, grad_k, grad_past, degrees
+
+
+@triton.jit
 def deep_backward(
     k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
     dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
@@ -102,23 +129,13 @@ def deep_backward(
     K: tl.constexpr = S.block_k
     F: tl.constexpr = S.block_f
     HIDDEN: tl.constexpr = S.hidden
-    PULLS: tl.constexpr = S.block_pulls
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     vs, ks = tl.arange(0, V), tl.arange(0, K)
-    grad_k, grad_past = begin_keys(dk, mine, ks, S.pairs, S), begin_keys(dk, past, ks, S.tail, S)
-    do, grad_k, grad_pulls, degrees = through_branch(
-        k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
-        grad_k, dv, d_gain, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees, mine, vs, ks,
-        S.pairs, left, right, scale, S, DOT,
+    do, do_past, grad_k, grad_past, degrees = both_branches(
+        k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+        dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale, S, DOT,
     )  # fmt: skip
-    do_past, pulls_past = do, grad_pulls
-    if S.tail > 0:
-        do_past, grad_past, pulls_past, degrees = through_branch(
-            k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-            scratch, grad_past, dv, d_gain, tl.zeros((past.shape[0], PULLS), tl.float32), degrees,
-            past, vs, ks, S.tail, left, right, scale, S, DOT,
-        )  # fmt: skip
     c0 = tl.zeros((F,), tl.float32)
     c1, c2, b0, b1, b2 = c0, c0, 0.0, 0.0, 0.0
     tl.debug_barrier()
@@ -153,9 +170,7 @@ def deep_backward(
                 grad_k, grad_past, degrees, c0, c1, c2, mine, past, hs, left, right, scale,
                 S.hidden, OWN, S, DOT,
             )  # fmt: skip
-    leave_keys(grad_k, grad_pulls, dk, d_pulls, mine, ks, S.pairs, S)
-    if S.tail > 0:
-        leave_keys(grad_past, pulls_past, dk, d_pulls, past, ks, S.tail, S)
+    leave_keys(grad_k, grad_past, dk, mine, past, ks, S)
     return b0 + tl.sum(c0), b1 + tl.sum(c1), b2 + tl.sum(c2), degrees
 
 
@@ -176,13 +191,15 @@ def linear_backward(
         mine, vs, S.pairs, left, right, scale, S, DOT,
     )  # fmt: skip
     put(dv, -du, mine, vs, S.pairs, S.d_v)
-    du_past, pulls_past = du, grad_pulls
+    leave_pulls(grad_pulls, d_pulls, mine, S.pairs, S)
+    du_past = du
     if S.tail > 0:
-        du_past, grad_past, pulls_past, degrees = through_sums(
+        du_past, grad_past, grad_pulls, degrees = through_sums(
             k, u1, d_u1, pushes, pulls, grad_past, tl.zeros((past.shape[0], PULLS), tl.float32),
             degrees, past, vs, S.tail, left, right, scale, S, DOT,
         )  # fmt: skip
         put(dv, -du_past, past, vs, S.tail, S.d_v)
+        leave_pulls(grad_pulls, d_pulls, past, S.tail, S)
     if S.objective == 1:
         du, du_past = tl.zeros_like(du), tl.zeros_like(du_past)
     c0 = tl.zeros((V,), tl.float32)
@@ -192,9 +209,7 @@ def linear_backward(
         d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, grad_k, grad_past,
         degrees, c0, c0, c0, mine, past, vs, left, right, scale, S.d_v, OWN, S, DOT,
     )  # fmt: skip
-    leave_keys(grad_k, grad_pulls, dk, d_pulls, mine, ks, S.pairs, S)
-    if S.tail > 0:
-        leave_keys(grad_past, pulls_past, dk, d_pulls, past, ks, S.tail, S)
+    leave_keys(grad_k, grad_past, dk, mine, past, ks, S)
     return tl.sum(c0), tl.sum(c1), tl.sum(c2), degrees
 
 
@@ -216,8 +231,7 @@ def write_backward_kernel(
     gain += head * S.d_v
     residual += head * S.d_v * S.d_k
     scale += head * S.features
-    d_gain += z * S.d_v
-    scratch += z * 4 * S.pairs * S.hidden
+    d_gain, scratch = d_gain + z * S.d_v, scratch + z * 4 * S.pairs * S.hidden
     LAST: tl.constexpr = S.length - 1
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
@@ -230,8 +244,7 @@ def write_backward_kernel(
         d_anchor = d_own_anchor + z * S.size if OWN else g_weights
         wide, pull = pairs * S.d_v, pairs * S.pulls
         mark = tl.load(marks + at)
-        keep, carry = tl.load(kept + at * S.length + LAST), 1.0
-        push_keep = 1.0
+        keep, carry, push_keep = tl.load(kept + at * S.length + LAST), 1.0, 1.0
         if S.terms > 0:
             carry, push_keep = tl.load(carried + at * S.length + LAST), tl.load(push_kept + at)
         if S.network == 0:
