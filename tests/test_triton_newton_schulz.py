@@ -118,15 +118,19 @@ def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
     weights = last.double()[..., None, None] * grad_weights.double().unsqueeze(1)
     expected.backward(grad_out.double() + weights)
 
-    out, grad_last = torch.empty_like(grad_out), torch.empty_like(last)
+    out = torch.empty_like(grad_out)
+    grad_last, grad_kept = torch.empty_like(last), torch.empty_like(last)
     grad_momentum = torch.empty(z, points + 1, rows, columns)
     made, size = fused.Momenta(*arrays), rows * columns
     fused.momentum_steps(made, size, 5, coefficients, out)
     grads = fused.StepGradients(grad_out, last, grad_weights)
-    fused.momentum_steps_backward(made, size, 5, coefficients, grads, grad_momentum, grad_last)
+    fused.momentum_steps_backward(
+        made, size, 5, coefficients, grads, grad_momentum, grad_last, grad_kept
+    )
     assert_close(out, expected)
     assert_close(grad_momentum[:, :-1], s.grad)
     assert grad_momentum[:, -1].isnan().all()
+    assert_close(grad_kept, torch.einsum("zrc,zmrc->zm", arrays[0].double(), s.grad))
     assert_close(grad_last, torch.einsum("zrc,zmrc->zm", grad_weights.double(), expected))
 
 

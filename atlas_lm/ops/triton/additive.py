@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,15 +24,38 @@ from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
 
 
-def write(plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, anchor, initial):
-    """Write a segment. `carry`: weights, momentum, kept anchors, float32, changed in place."""
+class Segment(NamedTuple):
+    """The state before every piece and after the last, `[n+1 z size]`, and the pairs' factors."""
+
+    weights: Tensor
+    """float32"""
+    momenta: Tensor
+    states: Tensor
+    """The weights, rounded."""
+    entered: Tensor
+    """The momenta, rounded."""
+    factors: Factors
+
+    def written(self) -> Written:
+        return Written(self.states[:-1], self.entered[:-1], self.factors)
+
+
+def written_segment(
+    plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, anchor, initial, keep: bool
+) -> Segment:
+    """Write a segment. `carry`: weights, momentum, kept anchors, float32, changed in place.
+
+    Only where `keep` is set is the float32 state before every piece there afterwards.
+    """
     weights, momentum, anchors = carry
     k, v, t = k[part], v[part], tables
-    states = k.new_empty(k.shape[0], plan.rows_and_heads, plan.sizes.size)
+    shape = k.shape[0] + 1, plan.rows_and_heads, plan.sizes.size
+    states = k.new_empty(shape)
     states[0] = weights
-    entered = states
+    all_weights = in_room(weights, shape) if keep else weights
+    momenta, entered = all_weights, states
     if momentum is not None:
-        entered = torch.empty_like(states)
+        momenta, entered = in_room(momentum, shape) if keep else momentum, torch.empty_like(states)
         entered[0] = momentum
     factors = Factors.room(k.shape[0], plan, k)
     own = plan.own and part.start == 0
@@ -38,12 +63,23 @@ def write(plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, an
         write_kernel, (plan.rows_and_heads,),
         k, v, mixed.share, either(mixed.push, mixed.kept), mixed.kept,
         either(mixed.steps, mixed.kept), either(mixed.push_kept, mixed.kept),
-        plan.marks[part.start :], weights, either(momentum, weights), states, entered,
+        plan.marks[part.start :], all_weights, momenta, states, entered,
         anchor if own else states, initial, anchors, t.gain, t.residual, *factors,
         t.left, t.right, t.scale, k.shape[0], len(plan.marks) - part.start, plan.rows_and_heads,
-        OWN=own, **constants(plan, k),
+        plan.sizes.heads, OWN=own, KEEP=keep, **constants(plan, k),
     )  # fmt: skip
-    return Written(states, entered, factors)
+    return Segment(all_weights, momenta, states, entered, factors)
+
+
+def in_room(first: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Room for all states, the first filled in."""
+    room = torch.empty(shape, device=first.device)
+    room[0] = first
+    return room
+
+
+def write(*args) -> Written:
+    return written_segment(*args, keep=False).written()
 
 
 class AdditiveBackward(Backward):
@@ -58,12 +94,22 @@ class AdditiveBackward(Backward):
         weights, momentum = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
         here = self.mixed.at(part)
-        written = write(
-            self.plan, self.k, self.v, here, self.tables, part, carry, self.anchor, self.initial
+        segment = written_segment(
+            self.plan,
+            self.k,
+            self.v,
+            here,
+            self.tables,
+            part,
+            carry,
+            self.anchor,
+            self.initial,
+            keep=True,
         )
-        self._write_backward(part, here, written, self.read_backward(part, dy, written))
+        found = self.read_backward(part, dy, segment.written())
+        self._write_backward(part, here, segment, found)
 
-    def _write_backward(self, part: slice, here: Mixed, written: Written, found: ReadGradients):
+    def _write_backward(self, part: slice, here: Mixed, segment: Segment, found: ReadGradients):
         plan, t, k = self.plan, self.tables, self.k[part]
         own = plan.own and part.start == 0
         assert here.share is not None
@@ -76,12 +122,13 @@ class AdditiveBackward(Backward):
             write_backward_kernel, (plan.rows_and_heads,),
             k, self.v[part], here.kept, either(here.steps, here.kept),
             either(here.push_kept, here.kept), pulls.contiguous(), plan.marks[part],
-            written.states, written.terms, self.anchor if own else written.states, self.g_anchor,
-            t.gain, t.residual, *written.factors, t.left, t.right, t.scale,
+            segment.states, segment.weights, segment.momenta,
+            self.anchor if own else segment.states, self.g_anchor,
+            t.gain, t.residual, *segment.factors, t.left, t.right, t.scale,
             found.states, found.terms, *found.factors, self.g_weights, self.g_momentum,
             self.g_initial, self.g_anchors, self.pushes, found.dk, self.dv[part], d_pulls, d_last,
             self.d_gain_write, self.d_degrees_write, self.scratch, k.shape[0],
-            plan.rows_and_heads, OWN=own, **constants(plan, k),
+            plan.rows_and_heads, plan.sizes.heads, OWN=own, **constants(plan, k),
         )  # fmt: skip
         self.dk[part] = found.dk
         d_kept, d_steps, d_share, d_push_kept, d_push = self.d_mixed.at(part)

@@ -100,7 +100,7 @@ ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "en
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
 ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi"}
 """Tensors in the dtype of the inputs."""
-COUNTS = {"pieces", "marked", "rows_and_heads", "blocks"}
+COUNTS = {"pieces", "marked", "rows_and_heads", "heads", "blocks"}
 
 
 @cache
@@ -131,7 +131,7 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
     block = min(1024, triton.next_power_of_2(sizes.size))
-    constants = {"OWN": False, "BLOCK": block, "S": sizes, "DOT": tl.bfloat16}
+    constants = {"OWN": False, "KEEP": True, "BLOCK": block, "S": sizes, "DOT": tl.bfloat16}
     constants = {n: value for n, value in constants.items() if n in fn.arg_names}
 
     def kind(argument: str) -> str:

@@ -56,7 +56,8 @@ class Segment:
         self.own = anchor if plan.own and part.start == 0 else None
         # one more than there are pieces: the last is where the next segment starts
         self.states = k.new_empty(count + 1, z, s.size)
-        self.momenta = torch.empty(count + 1, z, s.size, device=k.device)
+        self.weights = torch.empty(count + 1, z, s.size, device=k.device)
+        self.momenta = torch.empty_like(self.weights)
         self.terms = k.new_empty(count, z, s.terms, s.size)
         self.factors = Factors.room(count, plan, k)
         self.mixed = mixed.pieces(count)
@@ -76,14 +77,14 @@ class Segment:
         for at, u, x in matrices(self.plan.sizes, self.factors.at(n), self.phi[n]):
             yield at, Momenta(self.momenta[n, :, at:], u, x, self.shares[n], self.kept[n])
 
-    def write(self, n: int, weights: Tensor) -> None:
-        """Piece n; the weights, float32, are changed in place."""
+    def write(self, n: int) -> None:
+        """Piece n, from the state before it to the state after it."""
         plan, s, t = self.plan, self.plan.sizes, self.tables
         z, factors, here = plan.rows_and_heads, self.factors.at(n), self.mixed[n]
         launch(
             factors_kernel, (z,),
             self.k[n], self.v[n], self.anchor(n), t.gain, t.residual, *factors, self.phi[n],
-            t.left, t.right, t.scale, **constants(plan, self.k),
+            t.left, t.right, t.scale, s.heads, **constants(plan, self.k),
         )  # fmt: skip
         for at, momenta in self.steps_of(n):
             out = self.terms[n, :, :, at:]
@@ -91,18 +92,19 @@ class Segment:
         blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
         launch(
             advance_kernel, (z, blocks),
-            weights, self.momenta[n], self.terms[n], weights, self.momenta[n + 1],
-            self.states[n + 1], *factors, self.phi[n], here.kept, here.steps, here.push_kept,
-            here.push, **constants(plan, self.k),
+            self.weights[n], self.momenta[n], self.terms[n], self.weights[n + 1],
+            self.momenta[n + 1], self.states[n + 1], *factors, self.phi[n], here.kept, here.steps,
+            here.push_kept, here.push, **constants(plan, self.k),
         )  # fmt: skip
 
-    def settle(self, n: int, weights: Tensor, anchors: Tensor, initial: Tensor) -> None:
+    def settle(self, n: int, anchors: Tensor, initial: Tensor) -> None:
         """Before the piece after n: begin documents, keep anchors."""
         number = self.first + n + 1
         if number >= len(self.plan.marked) or not self.plan.marked[number]:
             return
         marks = self.plan.marks[number][:, None]
         fresh, keep = (marks & 1) != 0, (marks & 2) != 0
+        weights = self.weights[n + 1]
         start = initial.repeat(len(weights) // len(initial), 1)
         weights.copy_(torch.where(fresh, start, weights))
         self.states[n + 1] = weights
@@ -114,10 +116,11 @@ def written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial) -> 
     """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place."""
     weights, momentum, anchors = carry
     segment = Segment(plan, k, v, mixed, tables, part, anchor)
-    segment.states[0], segment.momenta[0] = weights, momentum
+    segment.states[0], segment.weights[0], segment.momenta[0] = weights, weights, momentum
     for n in range(len(segment.k)):
-        segment.write(n, weights)
-        segment.settle(n, weights, anchors, initial)
+        segment.write(n)
+        segment.settle(n, anchors, initial)
+    weights.copy_(segment.weights[-1])
     momentum.copy_(segment.momenta[-1])
     return segment
 
@@ -155,19 +158,28 @@ class MuonBackward(Backward):
         """The gradients of the momenta at the stride points; room for the last one behind."""
         plan, s = self.plan, self.plan.sizes
         pushes = self.k.new_empty(plan.rows_and_heads, s.pulls, s.size)
-        steps, d_steps = self.mixed.at(number).steps, self.d_mixed.at(number).steps
+        steps, d_here = self.mixed.at(number).steps, self.d_mixed.at(number)
+        d_steps, d_push_kept = d_here.steps, d_here.push_kept
         assert steps is not None
         assert d_steps is not None
+        assert d_push_kept is not None
         last = steps[:, -1].contiguous()
-        d_last = torch.zeros_like(last)
-        for at, momenta in segment.steps_of(n):
+        count = 1 if s.network == 0 else 1 + s.network
+        sums = torch.zeros(2, count, *last.shape, device=last.device)
+        for i, (at, momenta) in enumerate(segment.steps_of(n)):
             grads = StepGradients(d_terms[:, :, at:], last, self.g_weights[:, at:])
-            part = torch.empty_like(last)
             momentum_steps_backward(
-                momenta, s.size, plan.steps, plan.coefficients, grads, pushes[:, :, at:], part
+                momenta,
+                s.size,
+                plan.steps,
+                plan.coefficients,
+                grads,
+                pushes[:, :, at:],
+                *sums[:, i],
             )
-            d_last += part
-        d_steps[:, -1] += d_last
+        of_last, of_kept = sums.sum(1)
+        d_steps[:, -1] += of_last
+        d_push_kept[:, : s.terms] = of_kept
         return pushes
 
     def _through_carry(self, number: int, segment: Segment, n: int, d_state, pushes: Tensor):
@@ -175,16 +187,16 @@ class MuonBackward(Backward):
         here, d_here = self.mixed.at(number), self.d_mixed.at(number)
         block = min(1024, triton.next_power_of_2(s.size))
         blocks = triton.cdiv(s.size, block)
-        sums = torch.empty(plan.rows_and_heads, blocks, s.terms + 2, device=self.k.device)
+        sums = torch.empty(plan.rows_and_heads, blocks, 2, device=self.k.device)
         launch(
             carry_kernel, (plan.rows_and_heads, blocks),
-            self.g_weights, self.g_momentum, segment.states[n], segment.momenta[n], d_state,
+            self.g_weights, self.g_momentum, segment.weights[n], segment.momenta[n], d_state,
             pushes, here.kept, here.push_kept, sums, blocks, BLOCK=block, S=s,
         )  # fmt: skip
         total = sums.sum(1)
         assert d_here.push_kept is not None
-        d_here.push_kept.copy_(total[:, :-1])
-        d_here.kept[:, -1] += total[:, -1]
+        d_here.push_kept[:, -1] = total[:, 0]
+        d_here.kept[:, -1] += total[:, 1]
 
     def _through_factors(self, number: int, segment: Segment, n: int, pushes: Tensor):
         plan, t, k = self.plan, self.tables, segment.k
@@ -196,7 +208,7 @@ class MuonBackward(Backward):
             k[n], segment.v[n], segment.anchor(n), d_anchor, t.gain, t.residual,
             *segment.factors.at(n), pushes, here.push, dk, self.dv[number], d_here.push,
             self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
-            **constants(plan, k),
+            plan.sizes.heads, **constants(plan, k),
         )  # fmt: skip
         self.dk[number] = dk
 

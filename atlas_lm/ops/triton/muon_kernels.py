@@ -45,14 +45,14 @@ def some_factors(
         keep_features(k, phi, rows, height, left, right, scale, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def factors_kernel(
-    k, v, anchor, gain, residual, u1, h, u2, u3, phi, left, right, scale,
+    k, v, anchor, gain, residual, u1, h, u2, u3, phi, left, right, scale, heads,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one piece, one row and head a program."""
     z = tl.program_id(0).to(tl.int64)
-    head = z % S.heads
+    head = z % heads
     pairs = z * S.pairs
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
@@ -155,13 +155,13 @@ def advance_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def carry_kernel(
-    g_weights, g_momentum, state, momentum, d_state, pushes, kept, push_kept, sums,
+    g_weights, g_momentum, weights, momentum, d_state, pushes, kept, push_kept, sums,
     blocks, BLOCK: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """The gradients of what entered the piece, but for what its anchor gets, BLOCK weights each.
 
     `pushes`: the gradients of the momenta at the stride points; that of the last momentum is put
-    behind them. `sums` `[z blocks m+2]`: shares of the gradients of push_kept and kept.
+    behind them. `sums` `[z blocks 2]`: shares of the gradients of the last push_kept and of kept.
     """
     z = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = S.size
@@ -171,21 +171,20 @@ def carry_kernel(
     g_weights, g_momentum = g_weights + z * SIZE + at, g_momentum + z * SIZE + at
     pushes += z * (TERMS + 1) * SIZE + at
     push_kept += z * (TERMS + 1)
-    sums += (z * blocks + tl.program_id(1)) * (TERMS + 2)
+    sums += (z * blocks + tl.program_id(1)) * 2
     gw = tl.load(g_weights, mask=here, other=0.0)
-    w = tl.load(state + z * SIZE + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(sums + TERMS + 1, tl.sum(gw * w))
+    w = tl.load(weights + z * SIZE + at, mask=here, other=0.0)
+    tl.store(sums + 1, tl.sum(gw * w))
     keep = tl.load(kept + z * S.length + S.length - 1)
     gw = keep * gw + tl.load(d_state + z * SIZE + at, mask=here, other=0.0).to(tl.float32)
     tl.store(g_weights, gw, mask=here)
     m = tl.load(momentum + z * SIZE + at, mask=here, other=0.0)
     gm = tl.load(g_momentum, mask=here, other=0.0)
     tl.store(pushes + TERMS * SIZE, gm.to(pushes.dtype.element_ty), mask=here)
-    tl.store(sums + TERMS, tl.sum(gm * m))
+    tl.store(sums, tl.sum(gm * m))
     gm *= tl.load(push_kept + TERMS)
     for s in range(TERMS):
         ds = tl.load(pushes + s * SIZE, mask=here, other=0.0).to(tl.float32)
-        tl.store(sums + s, tl.sum(ds * m))
         gm += tl.load(push_kept + s) * ds
     tl.store(g_momentum, gm, mask=here)
 
@@ -270,14 +269,14 @@ def some_factors_backward(
     return degrees
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def factors_backward_kernel(
     k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-    d_gain, d_degrees, scratch, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    d_gain, d_degrees, scratch, left, right, scale, heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one piece, one row and head a program; adds to the gradient of the anchor."""
     z = tl.program_id(0).to(tl.int64)
-    head = z % S.heads
+    head = z % heads
     pairs, wide, deep = z * S.pairs, z * S.pairs * S.d_v, z * S.pairs * S.hidden
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail

@@ -90,8 +90,9 @@ def momentum_steps_backward(
     grads: StepGradients,
     out_grad_momentum: Tensor,
     out_grad_last: Tensor,
+    out_grad_kept: Tensor,
 ) -> None:
-    """The gradients of the momenta, `[z m+1 size]` like u (the last left as it is), and of last.
+    """Gradients of the momenta, `[z m+1 size]` like u (the last left as it is), of last and kept.
 
     The gradient of a step is reads + last * weights.
     """
@@ -103,7 +104,7 @@ def momentum_steps_backward(
         launch(
             kernels.momentum_backward, (programs,), momenta.entering, short, long, momenta.share,
             kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
-            scratch, kept.shape[1], kept.numel(),
+            out_grad_kept, scratch, kept.shape[1], kept.numel(),
             warps=warps[1], SIZE=size, RELOAD=_reloads(constants), **sizes, **constants,
         )  # fmt: skip
 
@@ -224,7 +225,7 @@ def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
     if back:
         constants = constants | {"RELOAD": _reloads(constants)}
     fn = getattr(kernels, name)
-    wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last")
+    wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
     types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(
         ("points", "count", "size"), "i32"
     )

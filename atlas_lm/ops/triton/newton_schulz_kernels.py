@@ -302,6 +302,7 @@ def momentum_backward(
     grad_weights,
     grad_momentum,
     grad_last,
+    grad_kept,
     scratch,
     points,
     count,
@@ -317,8 +318,9 @@ def momentum_backward(
     DOT: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """Gradients of the momenta of `count` stride points, and <grad_weights, NS(S)> of each.
+    """Gradients of the momenta at `count` stride points, <grad_weights, NS(S)> and <dS, S> of each.
 
+    The last is nearly 0, since steps do not depend on the length of a momentum: dS is not rounded.
     grad_momentum has room for one matrix more after the stride points of each memory.
     """
     scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * BR * BC)
@@ -337,3 +339,5 @@ def momentum_backward(
         grad += tl.load(last + index) * of_weights
         grad = _iterate_backward(scratch, grad, scale, SCHEDULE, DOT, BR, BC, RELOAD)
         _store(grad_momentum + (index + memory) * SIZE, grad, ROWS, COLUMNS, TALL, BR, BC)
+        entered = _load(entering + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC)
+        tl.store(grad_kept + index, _total(grad * entered))

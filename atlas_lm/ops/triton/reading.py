@@ -128,15 +128,15 @@ def deep_branch(
     return o
 
 
-@triton.jit(do_not_specialize=["rows_and_heads"])
+@triton.jit(do_not_specialize=["rows_and_heads", "heads"])
 def read_kernel(
     q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, residual, coefficients,
-    left, right, scale, y, branch, rows_and_heads, S: tl.constexpr, DOT: tl.constexpr,
+    left, right, scale, y, branch, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """y `[length, v]`, and under a norm what goes into it."""
     z = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * rows_and_heads + z
-    head = z % S.heads
+    head = z % heads
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     V: tl.constexpr = S.block_v

@@ -237,17 +237,17 @@ def read_backward(
     return dq, d_kept, d_steps, d_coefficients, degrees
 
 
-@triton.jit(do_not_specialize=["rows_and_heads"])
+@triton.jit(do_not_specialize=["rows_and_heads", "heads"])
 def read_backward_kernel(
     dy, q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, residual, coefficients,
     left, right, scale, branch,
     dq, dk, d_share, d_kept, d_steps, d_state, d_terms, d_u1, d_h, d_u2, d_u3, d_gain, d_degrees,
-    rows_and_heads, S: tl.constexpr, DOT: tl.constexpr,
+    rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """d_degrees `[8]`: of the kernel's coefficients, then <phi, dphi>, each by degree."""
     z = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * rows_and_heads + z
-    head = z % S.heads
+    head = z % heads
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     V: tl.constexpr = S.block_v

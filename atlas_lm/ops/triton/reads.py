@@ -136,7 +136,7 @@ class Written(NamedTuple):
 
 def constants(plan: Plan, like: Tensor) -> dict[str, Any]:
     """What all kernels of memories are compiled for."""
-    return {"S": plan.sizes, "DOT": DOTS[like.dtype]}
+    return {"S": plan.sizes._replace(heads=0), "DOT": DOTS[like.dtype]}
 
 
 def either(x: Tensor | None, other: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def read(plan: Plan, q, k, mixed: Mixed, tables: Tables, written: Written, y, br
         read_kernel, (plan.rows_and_heads, k.shape[0]),
         q, k, either(mixed.share, kept), kept, either(mixed.steps, kept), written.states,
         written.terms, *written.factors, t.gain, t.residual, t.coefficients, t.left, t.right,
-        t.scale, y, branch, plan.rows_and_heads, **constants(plan, k),
+        t.scale, y, branch, plan.rows_and_heads, plan.sizes.heads, **constants(plan, k),
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ class Backward:
         d_states = torch.empty_like(written.states)
         found = ReadGradients(
             states=d_states,
-            terms=d_states if written.terms is written.states else torch.empty_like(written.terms),
+            terms=d_states if s.terms == 0 and s.written else torch.empty_like(written.terms),
             factors=Factors.room(k.shape[0], plan, k) if s.written else written.factors,
             dk=torch.empty(k.shape, device=k.device),
         )
@@ -213,7 +213,7 @@ class Backward:
             t.left, t.right, t.scale, branch, self.dq[part], found.dk,
             either(d_here.share, d_here.kept), d_here.kept, either(d_here.steps, d_here.kept),
             found.states, found.terms, *found.factors, self.d_gain[part], self.d_degrees[part],
-            plan.rows_and_heads, **constants(plan, k),
+            plan.rows_and_heads, s.heads, **constants(plan, k),
         )  # fmt: skip
         return found
 

@@ -21,6 +21,7 @@ class Sizes(NamedTuple):
     norm: bool
     objective: int
     heads: int
+    """0 in kernels, which are told when they run: one compilation serves any number."""
     d_k: int
     d_v: int
     features: int

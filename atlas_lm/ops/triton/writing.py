@@ -20,16 +20,18 @@ def outer_sum(u, x, weight, DOT: tl.constexpr):
 @triton.jit
 def write_tile(
     weights, momentum, states, entered, initial, anchors, u, x, u_past, x_past,
-    share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+    share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, ahead, on,
     outs, ins, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A tile `[outs, ins]` of a matrix after a piece: what is kept, and the sums over the pairs.
 
-    If the next piece begins a document (fresh) it starts anew. `states`, `entered`: what the next
-    piece starts from, rounded; `anchors`: where to keep the weights a chunk left open began with.
+    Written for the next piece, `on` places on; if that begins a document (fresh) it starts anew.
+    `states`, `entered`: weights and momentum rounded, `ahead` places on; `anchors`: where to keep
+    the weights a chunk left open began with.
     """
     inside = (outs[:, None] < HEIGHT) & (ins[None, :] < WIDTH)
     at = outs[:, None] * WIDTH + ins[None, :]
+    then = at + on
     new = kept * tl.load(weights + at, mask=inside, other=0.0)
     if S.terms > 0:
         s = tl.load(momentum + at, mask=inside, other=0.0)
@@ -38,22 +40,22 @@ def write_tile(
         if S.tail > 0:
             pushed += outer_sum(u_past, x_past, push_past, DOT)
         pushed = tl.where(fresh != 0, 0.0, pushed)
-        tl.store(momentum + at, pushed, mask=inside)
-        tl.store(entered + at, pushed.to(entered.dtype.element_ty), mask=inside & (more != 0))
+        tl.store(momentum + then, pushed, mask=inside)
+        tl.store(entered + at + ahead, pushed.to(entered.dtype.element_ty), mask=inside)
     new += outer_sum(u, x, share, DOT)
     if S.tail > 0:
         new += outer_sum(u_past, x_past, share_past, DOT)
     begun = tl.load(initial + at, mask=inside & (fresh != 0), other=0.0)
     new = tl.where(fresh != 0, begun, new)
-    tl.store(weights + at, new, mask=inside)
-    tl.store(states + at, new.to(states.dtype.element_ty), mask=inside & (more != 0))
+    tl.store(weights + then, new, mask=inside)
+    tl.store(states + at + ahead, new.to(states.dtype.element_ty), mask=inside)
     tl.store(anchors + at, new, mask=inside & (keep != 0))
 
 
 @triton.jit
 def write_first_layer(
     weights, momentum, states, entered, initial, anchors, k, u, u_past,
-    share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+    share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, ahead, on,
     mine, past, outs, left, right, scale,
     HEIGHT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +70,7 @@ def write_first_layer(
             f_past = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
         write_tile(
             weights, momentum, states, entered, initial, anchors, u, f, u_past, f_past,
-            share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+            share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, ahead, on,
             outs, ds, HEIGHT, S.pitch, S, DOT,
         )  # fmt: skip
 
@@ -77,7 +79,7 @@ def write_first_layer(
 def write_deep(
     weights, momentum, states, entered, initial, anchors, k, v, anchor, gain, residual,
     u1, h, u2, u3, share, push, share_past, push_past, kept, carried, push_kept,
-    fresh, keep, more, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    fresh, keep, ahead, on, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A piece into an mlp or gated mlp, block by block of its hidden layer."""
     V: tl.constexpr = S.block_v
@@ -107,19 +109,20 @@ def write_deep(
             )  # fmt: skip
         write_tile(
             weights, momentum, states, entered, initial, anchors, e, x, e_past, x_past,
-            share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+            share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, ahead, on,
             vs, hs, S.d_v, S.hidden, S, DOT,
         )  # fmt: skip
         write_first_layer(
             weights + W2, momentum + W2, states + W2, entered + W2, initial + W2, anchors + W2,
             k, of_z, past_z, share, push, share_past, push_past, kept, carried, push_kept,
-            fresh, keep, more, mine, past, hs, left, right, scale, S.hidden, S, DOT,
+            fresh, keep, ahead, on, mine, past, hs, left, right, scale, S.hidden, S, DOT,
         )  # fmt: skip
         if S.network == 2:
             write_first_layer(
                 weights + W3, momentum + W3, states + W3, entered + W3, initial + W3, anchors + W3,
                 k, of_value, past_value, share, push, share_past, push_past, kept, carried,
-                push_kept, fresh, keep, more, mine, past, hs, left, right, scale, S.hidden, S, DOT,
+                push_kept, fresh, keep, ahead, on, mine, past, hs, left, right, scale, S.hidden,
+                S, DOT,
             )  # fmt: skip
 
 
@@ -127,7 +130,7 @@ def write_deep(
 def write_linear(
     weights, momentum, states, entered, initial, anchors, k, v, anchor,
     u1, share, push, share_past, push_past, kept, carried, push_kept,
-    fresh, keep, more, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    fresh, keep, ahead, on, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A piece into a linear memory."""
     V: tl.constexpr = S.block_v
@@ -138,42 +141,45 @@ def write_linear(
         u_past = linear_factors(k, v, anchor, u1, past, S.tail, left, right, scale, S, DOT)
     write_first_layer(
         weights, momentum, states, entered, initial, anchors, k, u, u_past,
-        share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, more,
+        share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, ahead, on,
         mine, past, vs, left, right, scale, S.d_v, S, DOT,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads"])
+@triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads", "heads"])
 def write_kernel(
     k, v, share, push, kept, carried, push_kept, marks,
     weights, momentum, states, entered, own_anchor, initial, anchors, gain, residual,
-    u1, h, u2, u3, left, right, scale, pieces, marked, rows_and_heads,
-    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+    u1, h, u2, u3, left, right, scale, pieces, marked, rows_and_heads, heads,
+    OWN: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """All pieces of one row and head. `own_anchor`: used for the first piece if OWN.
+    """All pieces of one row and head, from state n to state n + 1 of weights and momentum.
 
-    `marked`: pieces of which the marks are known, those of later calls too.
+    KEEP: each of them, else only the last, in one place; the rounded ones are kept always.
+    `own_anchor`: used for the first piece if OWN. `marked`: pieces of which the marks are known,
+    those of later calls too.
     """
     z = tl.program_id(0).to(tl.int64)
-    head = z % S.heads
-    weights, momentum = weights + z * S.size, momentum + z * S.size
+    head = z % heads
     anchors += z * S.size
     initial += head * S.size
     gain += head * S.d_v
     residual += head * S.d_v * S.d_k
     scale += head * S.features
+    ahead = rows_and_heads.to(tl.int64) * S.size
+    on = ahead if KEEP else ahead * 0
     LAST: tl.constexpr = S.length - 1
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
     for n in range(pieces):
         at = n * rows_and_heads + z
-        after = at + rows_and_heads
-        anchor = own_anchor + z * S.size if OWN else states + at * S.size
+        size = at * S.size
+        wide = size if KEEP else z * S.size
+        anchor = own_anchor + z * S.size if OWN else states + size
         pairs = at * S.pairs
         keys, values, us = k + pairs * S.d_k, v + pairs * S.d_v, u1 + pairs * S.d_v
-        more = (n + 1 < pieces).to(tl.int32)
-        mark = tl.load(marks + after, mask=n + 1 < marked, other=0)
+        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
         last = share + (at * S.length + LAST) * S.pairs
         now = tl.load(last + mine, mask=mine < S.pairs, other=0.0)
         now_past = tl.load(last + past, mask=past < S.tail, other=0.0)
@@ -185,16 +191,16 @@ def write_kernel(
         keep = tl.load(kept + at * S.length + LAST)
         if S.network == 0:
             write_linear(
-                weights, momentum, states + after * S.size, entered + after * S.size, initial,
+                weights + wide, momentum + wide, states + size, entered + size, initial,
                 anchors, keys, values, anchor, us, now, push_now, now_past, push_past, keep, carry,
-                push_keep, mark & 1, mark & 2, more, mine, past, left, right, scale, S, DOT,
+                push_keep, mark & 1, mark & 2, ahead, on, mine, past, left, right, scale, S, DOT,
             )  # fmt: skip
         else:
             hidden = pairs * S.hidden
             write_deep(
-                weights, momentum, states + after * S.size, entered + after * S.size, initial,
+                weights + wide, momentum + wide, states + size, entered + size, initial,
                 anchors, keys, values, anchor, gain, residual, us, h + hidden, u2 + hidden,
                 u3 + hidden, now, push_now, now_past, push_past, keep, carry, push_keep,
-                mark & 1, mark & 2, more, mine, past, left, right, scale, S, DOT,
+                mark & 1, mark & 2, ahead, on, mine, past, left, right, scale, S, DOT,
             )  # fmt: skip
         tl.debug_barrier()

@@ -21,11 +21,14 @@ from atlas_lm.ops.triton.tiles import dot, features, put, tile
 
 @triton.jit
 def leave_tile(
-    grad, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered, d_state, d_entered,
+    grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta, d_state, d_entered,
     d_anchor, kept, carried, push_kept, fresh, keep, outs, ins,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """A tile of the state's gradient, from after a piece to before it; grad: of the anchor.
+
+    `weights`, `momenta`: the state before it in float32, since its product with the gradient is
+    the small rest of large terms: a normalised branch does not see how long its weights are.
 
     Returns the gradients of kept, carried and push_kept, a sum a row. Where the piece began a
     document the gradient goes to the initial weights, and ends there.
@@ -33,10 +36,10 @@ def leave_tile(
     inside = (outs[:, None] < HEIGHT) & (ins[None, :] < WIDTH)
     at = outs[:, None] * WIDTH + ins[None, :]
     gw = tl.load(g_weights + at, mask=inside, other=0.0)
-    d_kept = tl.sum(gw * tl.load(state + at, mask=inside, other=0.0).to(tl.float32), 1)
+    d_kept = tl.sum(gw * tl.load(weights + at, mask=inside, other=0.0), 1)
     d_carried, d_push_kept = d_kept, d_kept
     if S.terms > 0:
-        s = tl.load(entered + at, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(momenta + at, mask=inside, other=0.0)
         gs = tl.load(g_momentum + at, mask=inside, other=0.0)
         d_carried, d_push_kept = tl.sum(gw * s, 1), tl.sum(gs * s, 1)
         gs = push_kept * gs + carried * gw
@@ -60,7 +63,7 @@ def leave_tile(
 
 @triton.jit
 def through_first_matrix(
-    dz, dz_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
+    dz, dz_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
     d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
     grad_k, grad_past, degrees, c0, c1, c2, mine, past, outs, left, right, scale,
     HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
@@ -84,7 +87,7 @@ def through_first_matrix(
                 left, right, scale, S, DOT,
             )  # fmt: skip
         a0, a1, a2 = leave_tile(
-            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
+            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
             d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, outs, ds,
             HEIGHT, S.pitch, OWN, S,
         )  # fmt: skip
@@ -122,7 +125,7 @@ def both_branches(
 def deep_backward(
     k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
     dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
-    state, entered, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
+    weights, momenta, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
     mine, past, left, right, scale, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = S.block_v
@@ -151,21 +154,21 @@ def deep_backward(
             )
             grad += more
         a0, a1, a2 = leave_tile(
-            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
+            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
             d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
             S.d_v, S.hidden, OWN, S,
         )  # fmt: skip
         b0, b1, b2 = b0 + tl.sum(a0), b1 + tl.sum(a1), b2 + tl.sum(a2)
         grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
             dz, dz_past, k, anchor + W2, g_weights + W2, g_momentum + W2, g_initial + W2,
-            g_anchors + W2, pushes + W2, state + W2, entered + W2, d_state + W2, d_entered + W2,
+            g_anchors + W2, pushes + W2, weights + W2, momenta + W2, d_state + W2, d_entered + W2,
             d_anchor + W2, kept, carried, push_kept, fresh, keep, grad_k, grad_past, degrees,
             c0, c1, c2, mine, past, hs, left, right, scale, S.hidden, OWN, S, DOT,
         )  # fmt: skip
         if S.network == 2:
             grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
                 d_value, value_past, k, anchor + W3, g_weights + W3, g_momentum + W3,
-                g_initial + W3, g_anchors + W3, pushes + W3, state + W3, entered + W3,
+                g_initial + W3, g_anchors + W3, pushes + W3, weights + W3, momenta + W3,
                 d_state + W3, d_entered + W3, d_anchor + W3, kept, carried, push_kept, fresh, keep,
                 grad_k, grad_past, degrees, c0, c1, c2, mine, past, hs, left, right, scale,
                 S.hidden, OWN, S, DOT,
@@ -177,7 +180,7 @@ def deep_backward(
 @triton.jit
 def linear_backward(
     k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls,
-    g_weights, g_momentum, g_initial, g_anchors, state, entered, d_state, d_entered,
+    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
     kept, carried, push_kept, fresh, keep, degrees, mine, past, left, right, scale,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -205,26 +208,27 @@ def linear_backward(
     c0 = tl.zeros((V,), tl.float32)
     tl.debug_barrier()
     grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
-        du, du_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, state, entered,
-        d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, grad_k, grad_past,
-        degrees, c0, c0, c0, mine, past, vs, left, right, scale, S.d_v, OWN, S, DOT,
+        du, du_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, weights,
+        momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+        grad_k, grad_past, degrees, c0, c0, c0, mine, past, vs, left, right, scale, S.d_v, OWN, S,
+        DOT,
     )  # fmt: skip
     leave_keys(grad_k, grad_past, dk, mine, past, ks, S)
     return tl.sum(c0), tl.sum(c1), tl.sum(c2), degrees
 
 
-@triton.jit(do_not_specialize=["pieces", "rows_and_heads"])
+@triton.jit(do_not_specialize=["pieces", "rows_and_heads", "heads"])
 def write_backward_kernel(
-    k, v, kept, carried, push_kept, pulls, marks, state, entered, own_anchor, d_own_anchor,
+    k, v, kept, carried, push_kept, pulls, marks, state, weights, momenta, own_anchor, d_own_anchor,
     gain, residual, u1, h, u2, u3, left, right, scale,
     d_state, d_entered, d_u1, d_h, d_u2, d_u3,
     g_weights, g_momentum, g_initial, g_anchors, pushes,
-    dk, dv, d_pulls, d_last, d_gain, d_degrees, scratch, pieces, rows_and_heads,
+    dk, dv, d_pulls, d_last, d_gain, d_degrees, scratch, pieces, rows_and_heads, heads,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one row and head. `pushes`: g_weights and g_momentum, rounded."""
     z = tl.program_id(0).to(tl.int64)
-    head = z % S.heads
+    head = z % heads
     g_weights, g_momentum = g_weights + z * S.size, g_momentum + z * S.size
     g_initial, g_anchors = g_initial + z * S.size, g_anchors + z * S.size
     pushes += z * S.pulls * S.size
@@ -251,7 +255,7 @@ def write_backward_kernel(
             d0, d1, d2, degrees = linear_backward(
                 k + pairs * S.d_k, anchor, d_anchor, u1 + wide, d_u1 + wide, pushes, pulls + pull,
                 dk + pairs * S.d_k, dv + wide, d_pulls + pull, g_weights, g_momentum, g_initial,
-                g_anchors, state + size, entered + size, d_state + size, d_entered + size,
+                g_anchors, weights + size, momenta + size, d_state + size, d_entered + size,
                 keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
                 left, right, scale, OWN, S, DOT,
             )  # fmt: skip
@@ -263,7 +267,7 @@ def write_backward_kernel(
                 d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes, pulls + pull,
                 dk + pairs * S.d_k, dv + wide, d_pulls + pull, d_gain, scratch,
                 g_weights, g_momentum, g_initial, g_anchors,
-                state + size, entered + size, d_state + size, d_entered + size,
+                weights + size, momenta + size, d_state + size, d_entered + size,
                 keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
                 left, right, scale, OWN, S, DOT,
             )  # fmt: skip
