@@ -136,13 +136,16 @@ class Choice:
     """Why it is not the kernels."""
 
 
+MANY_STEPS = "more than 16 muon steps a chunk: only by impl='triton'"
+
+
 def choices() -> Iterator[Choice]:
     """Of every rule on this machine, in a layer of the default shape, on bfloat16."""
     import torch
 
     from atlas_lm.nn import MemoryConfig
     from atlas_lm.ops import init_memory
-    from atlas_lm.ops.kernels import faster, why_not
+    from atlas_lm.ops.kernels import preferred, why_not
     from atlas_lm.rules import RULES
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -155,8 +158,8 @@ def choices() -> Iterator[Choice]:
             for width in (d_k, d_v)
         )
         reason = why_not(rule, q, v, weights)
-        if reason is None and not faster(q):
-            reason = "the interpreter, which only checks them"
+        if reason is None and not preferred(rule, q):
+            reason = MANY_STEPS if q.is_cuda else "the interpreter, which only checks them"
         yield Choice(name, "triton" if reason is None else "chunked", reason)
 
 

@@ -12,7 +12,7 @@ from atlas_lm.ops.delta import is_delta_rule, memorize_delta
 from atlas_lm.ops.exponential import memorize_exponential
 from atlas_lm.ops.features import default_coefficients, features_of
 from atlas_lm.ops.gradients import hides_parameters
-from atlas_lm.ops.kernels import faster, why_not
+from atlas_lm.ops.kernels import preferred, why_not
 from atlas_lm.ops.networks import SLOW, past_widths
 from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.reference import memorize_reference
@@ -89,7 +89,7 @@ def memorize(
 def _by_kernels(impl: Impl, rule: Rule, q: Tensor, v: Tensor, weights: Weights) -> bool:
     if impl != "auto":
         return impl == "triton"
-    return faster(q) and why_not(rule, q, v, weights) is None
+    return preferred(rule, q) and why_not(rule, q, v, weights) is None
 
 
 def _kernels(rule: Rule):

@@ -6,6 +6,9 @@ Ours differ only by their constants and by how their tensors are aligned, so tha
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +19,17 @@ _compiled: dict[tuple, Any] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    warps: int = 4,
+    wgmma: bool = True,
+    **constants: Any,
 ) -> None:
     """`kernel[grid](*args, **constants)`: tensors first, compile-time arguments last.
 
     Integers between them must not be specialised on; tensors have the types that `DOT` says.
+    Without `wgmma`, products on Hopper are compiled as on the cards before it.
     """
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*args, **constants)
@@ -33,12 +42,27 @@ def launch(
     device = args[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, *args, warps=warps, **constants)
+            return launch(kernel, grid, *args, warps=warps, wgmma=wgmma, **constants)
     # a mixture of alignments is rare: then Triton may look at each by itself
     key = (kernel, device, warps, offset % 16, *values)
     found = _compiled.get(key) if offset % 16 == 0 else None
     if found is None:
-        _compiled[key] = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
+        with nullcontext() if wgmma else _without_wgmma():
+            _compiled[key] = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
     else:
         found[(*grid, 1, 1)[:3]](*args, *values)
     return None
+
+
+@contextmanager
+def _without_wgmma() -> Iterator[None]:
+    """Triton reads this variable when it compiles, and keeps kernels apart by it."""
+    before = os.environ.get("DISABLE_MMA_V3")
+    os.environ["DISABLE_MMA_V3"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MMA_V3"]
+        else:
+            os.environ["DISABLE_MMA_V3"] = before

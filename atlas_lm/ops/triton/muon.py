@@ -191,7 +191,7 @@ class MuonBackward(Backward):
         launch(
             carry_kernel, (plan.rows_and_heads, blocks),
             self.g_weights, self.g_momentum, segment.weights[n], segment.momenta[n], d_state,
-            pushes, here.kept, here.push_kept, sums, blocks, BLOCK=block, S=s,
+            pushes, here.kept, here.push_kept, sums, blocks, BLOCK=block, S=s._replace(heads=0),
         )  # fmt: skip
         total = sums.sum(1)
         assert d_here.push_kept is not None

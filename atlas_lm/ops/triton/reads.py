@@ -135,8 +135,14 @@ class Written(NamedTuple):
 
 
 def constants(plan: Plan, like: Tensor) -> dict[str, Any]:
-    """What all kernels of memories are compiled for."""
-    return {"S": plan.sizes._replace(heads=0), "DOT": DOTS[like.dtype]}
+    """How all kernels of memories are compiled.
+
+    Deep memories on polynomial features under gd and momentum do without wgmma: with it, Triton 3.6
+    gives keys a gradient that is off by 0.26 (ptxas 12.8 and 13.0, not with their optimiser off).
+    """
+    s = plan.sizes
+    risky = s.written and s.network != 0 and s.features != s.d_k
+    return {"S": s._replace(heads=0), "DOT": DOTS[like.dtype], "wgmma": not risky}
 
 
 def either(x: Tensor | None, other: Tensor) -> Tensor:
@@ -246,8 +252,8 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
     """`[h v k]` from `[n b*h l v]` and `[n b*h l k]`."""
-    grad, raw = (x.unflatten(1, (-1, heads)) for x in (grad, raw))
-    return torch.einsum("nbhlv,nbhlk->hvk", grad, raw.to(grad.dtype)).float()
+    grad, raw = (x.unflatten(1, (-1, heads)).float() for x in (grad, raw))
+    return torch.einsum("nbhlv,nbhlk->hvk", grad, raw)
 
 
 class Pieces(torch.autograd.Function):
