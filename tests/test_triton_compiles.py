@@ -114,6 +114,6 @@ def test_compilations_are_of_all_arguments():
 def test_tables_name_what_there_is():
     names = {each.name for each in compilations()}
     assert all(listed <= names for listed in TOO_LARGE.values())
-    memories = ("writing", "reading", "reading_backward", "writing_backward")
+    memories = ("writing", "reading", "reading_backward", "writing_backward", "muon_kernels")
     arguments = [each.fn.arg_names for each in compilations() if each.family in memories]
     assert set().union(*arguments) >= ROUNDED | COUNTS

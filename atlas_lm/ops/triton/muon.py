@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,7 @@ from atlas_lm.ops.triton.reads import (
     Factors,
     Mixed,
     Plan,
+    ReadGradients,
     Tables,
     Way,
     Written,
@@ -33,68 +34,90 @@ from atlas_lm.ops.triton.reads import (
 )
 from atlas_lm.ops.triton.sizes import Sizes
 
+BLOCK = 1024
+"""Weights that one program of `carry_kernel` takes."""
 
-def matrices(sizes: Sizes, factors: Factors, phi: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Where each matrix of a memory begins, and the factors u, x of its gradients."""
+
+def places(sizes: Sizes) -> list[int]:
+    """Where each matrix of a memory begins among all of its weights."""
     if sizes.network == 0:
-        yield 0, factors.u1, phi
-        return
+        return [0]
     second, first = sizes.d_v * sizes.hidden, sizes.hidden * sizes.pitch
-    yield 0, factors.u1, factors.h
-    yield second, factors.u2, phi
-    if sizes.network == 2:
-        yield second + first, factors.u3, phi
+    return [0, second, second + first][: 1 + sizes.network]
+
+
+def from_place(x: Tensor, sizes: Sizes) -> list[tuple[Tensor, ...]]:
+    """Of every piece, x `[n ... size]` from the first element of each matrix on."""
+    return list(zip(*(x[..., at:].unbind(0) for at in places(sizes)), strict=True))
 
 
 class Segment:
-    """Pieces written one after the other, and everything that the way back needs of them."""
+    """Pieces written one after the other, and everything that the way back needs of them.
+
+    Tensors are taken apart piece by piece once: a slice costs the host as much as a launch.
+    """
 
     def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor):
         self.plan, self.tables, self.first = plan, tables, part.start
-        self.k, self.v = k[part], v[part]
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
-        self.own = anchor if plan.own and part.start == 0 else None
+        self.constants = constants(plan, k)
+        self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
-        self.states = k.new_empty(count + 1, z, s.size)
-        self.weights = torch.empty(count + 1, z, s.size, device=k.device)
-        self.momenta = torch.empty_like(self.weights)
-        self.terms = k.new_empty(count, z, s.terms, s.size)
-        self.factors = Factors.room(count, plan, k)
-        self.mixed = mixed.pieces(count)
+        self.all_states, self.all_terms = (
+            k.new_empty(count + 1, z, s.size),
+            k.new_empty(count, z, s.terms, s.size),
+        )
+        all_weights = torch.empty(count + 1, z, s.size, device=k.device)
+        all_momenta = torch.empty_like(all_weights)
+        self.states, self.weights = self.all_states.unbind(0), all_weights.unbind(0)
+        self.momenta, self.terms = all_momenta.unbind(0), self.all_terms.unbind(0)
+        own = plan.own and part.start == 0
+        self.anchors = (anchor,) if own else self.states
+        self.own = own
+        self.all_factors = Factors.room(count, plan, k)
+        self.factors = [
+            Factors(*x) for x in zip(*(f.unbind(0) for f in self.all_factors), strict=True)
+        ]
+        phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
+        self.phi, self.mixed = phi.unbind(0), mixed.pieces(count)
+        self.steps_to = from_place(self.all_terms, s)
+        self.sources = self._sources(from_place(all_momenta[:-1], s), mixed)
+
+    def _sources(self, entering: list[tuple[Tensor, ...]], mixed: Mixed) -> list[list[Momenta]]:
+        """Of each piece and matrix: what its momenta at the stride points are made of."""
+        m = self.plan.sizes.terms
         assert mixed.push is not None
         assert mixed.push_kept is not None
-        self.shares = mixed.push[:, :, : s.terms].contiguous().unbind(0)
-        self.kept = mixed.push_kept[:, :, : s.terms].contiguous().unbind(0)
-        self.phi = self.k
-        if s.features != s.d_k:
-            self.phi = k.new_empty(count, z, s.pairs, s.pitch)
+        shares = mixed.push[:, :, :m].contiguous().unbind(0)
+        kept = mixed.push_kept[:, :, :m].contiguous().unbind(0)
+        made = []
+        for n, (f, phi) in enumerate(zip(self.factors, self.phi, strict=True)):
+            deep = [(f.u1, f.h), (f.u2, phi), (f.u3, phi)]
+            pairs = [(f.u1, phi)] if self.plan.sizes.network == 0 else deep
+            parts = zip(entering[n], pairs, strict=False)
+            made.append([Momenta(s, u, x, shares[n], kept[n]) for s, (u, x) in parts])
+        return made
 
-    def anchor(self, n: int) -> Tensor:
-        return self.states[n] if self.own is None else self.own
-
-    def steps_of(self, n: int) -> Iterator[tuple[int, Momenta]]:
-        """Of piece n: each matrix, and what its momenta at the stride points are made of."""
-        for at, u, x in matrices(self.plan.sizes, self.factors.at(n), self.phi[n]):
-            yield at, Momenta(self.momenta[n, :, at:], u, x, self.shares[n], self.kept[n])
+    def written(self) -> Written:
+        return Written(self.all_states[:-1], self.all_terms, self.all_factors)
 
     def write(self, n: int) -> None:
         """Piece n, from the state before it to the state after it."""
         plan, s, t = self.plan, self.plan.sizes, self.tables
-        z, factors, here = plan.rows_and_heads, self.factors.at(n), self.mixed[n]
+        z, factors, here = plan.rows_and_heads, self.factors[n], self.mixed[n]
         launch(
             factors_kernel, (z,),
-            self.k[n], self.v[n], self.anchor(n), t.gain, t.residual, *factors, self.phi[n],
-            t.left, t.right, t.scale, s.heads, **constants(plan, self.k),
+            self.k[n], self.v[n], self.anchors[n], t.gain, t.residual, *factors, self.phi[n],
+            t.left, t.right, t.scale, s.heads, **self.constants,
         )  # fmt: skip
-        for at, momenta in self.steps_of(n):
-            out = self.terms[n, :, :, at:]
+        for momenta, out in zip(self.sources[n], self.steps_to[n], strict=True):
             momentum_steps(momenta, s.size, plan.steps, plan.coefficients, out)
         blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
         launch(
             advance_kernel, (z, blocks),
             self.weights[n], self.momenta[n], self.terms[n], self.weights[n + 1],
             self.momenta[n + 1], self.states[n + 1], *factors, self.phi[n], here.kept, here.steps,
-            here.push_kept, here.push, **constants(plan, self.k),
+            here.push_kept, here.push, **self.constants,
         )  # fmt: skip
 
     def settle(self, n: int, anchors: Tensor, initial: Tensor) -> None:
@@ -107,7 +130,7 @@ class Segment:
         weights = self.weights[n + 1]
         start = initial.repeat(len(weights) // len(initial), 1)
         weights.copy_(torch.where(fresh, start, weights))
-        self.states[n + 1] = weights
+        self.states[n + 1].copy_(weights)
         self.momenta[n + 1].masked_fill_(fresh, 0.0)
         anchors.copy_(torch.where(keep, weights, anchors))
 
@@ -116,7 +139,12 @@ def written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial) -> 
     """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place."""
     weights, momentum, anchors = carry
     segment = Segment(plan, k, v, mixed, tables, part, anchor)
-    segment.states[0], segment.weights[0], segment.momenta[0] = weights, weights, momentum
+    for room, first in (
+        (segment.states, weights),
+        (segment.weights, weights),
+        (segment.momenta, momentum),
+    ):
+        room[0].copy_(first)
     for n in range(len(segment.k)):
         segment.write(n)
         segment.settle(n, anchors, initial)
@@ -126,8 +154,18 @@ def written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial) -> 
 
 
 def write(*args) -> Written:
-    segment = written_segment(*args)
-    return Written(segment.states[:-1], segment.terms, segment.factors)
+    return written_segment(*args).written()
+
+
+class Sums(NamedTuple):
+    """Gradients of gates that the pieces of a segment leave, each a share of a sum."""
+
+    steps: Tensor
+    """`[n 2 matrices z m]`: of the last steps, and of push_kept at the stride points."""
+    carry: Tensor
+    """`[n z blocks 2]`: of the last push_kept, and of the last kept."""
+    dk: Tensor
+    """float32, like the keys."""
 
 
 class MuonBackward(Backward):
@@ -136,81 +174,84 @@ class MuonBackward(Backward):
         carry = [weights, momentum, torch.empty_like(weights)]
         args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part
         segment = written_segment(*args, carry, self.anchor, self.initial)
-        written = Written(segment.states[:-1], segment.terms, segment.factors)
-        found = self.read_backward(part, dy, written)
+        found = self.read_backward(part, dy, segment.written())
+        s, z, count = self.plan.sizes, self.plan.rows_and_heads, len(segment.k)
+        wide = {"device": self.k.device}
+        sums = Sums(
+            steps=torch.empty(count, 2, len(places(s)), z, s.terms, **wide),
+            carry=torch.empty(count, z, triton.cdiv(s.size, BLOCK), 2, **wide),
+            dk=torch.empty(count, *self.k.shape[1:], **wide),
+        )
+        self._pieces(part, segment, found, sums)
+        self._leave(part, sums)
+
+    def _pieces(self, part: slice, segment: Segment, found: ReadGradients, sums: Sums) -> None:
+        """From after the last piece to before the first."""
+        s, here = self.plan.sizes, self.mixed.at(part)
+        assert here.steps is not None
+        pushes = self.k.new_empty(self.plan.rows_and_heads, s.pulls, s.size)
+        pushed = from_place(pushes[None], s)[0]
+        g_weights = from_place(self.g_weights[None], s)[0]
+        reads, last = from_place(found.terms, s), here.steps[:, :, -1].contiguous().unbind(0)
+        rest = [x.unbind(0) for x in (found.states, *sums, self.dv[part])]
+        d_push = self.d_mixed.at(part).push
+        assert d_push is not None
+        d_pushes = d_push.unbind(0)
         for n in reversed(range(len(segment.k))):
-            self._piece(part.start + n, segment, n, found.states[n], found.terms[n])
+            d_state, of_steps, of_carry, dk, dv = (x[n] for x in rest)
+            for i, momenta in enumerate(segment.sources[n]):
+                grads = StepGradients(reads[n][i], last[n], g_weights[i])
+                out = pushed[i], of_steps[0, i], of_steps[1, i]
+                momentum_steps_backward(
+                    momenta, s.size, self.plan.steps, self.plan.coefficients, grads, *out
+                )
+            self._through_carry(segment, n, d_state, pushes, of_carry)
+            self._through_factors(segment, n, pushes, dk, dv, d_pushes[n])
+            self._begin(part.start + n)
 
-    def _piece(self, number: int, segment: Segment, n: int, d_state: Tensor, d_terms: Tensor):
-        """From after the piece to before it."""
-        pushes = self._through_steps(number, segment, n, d_terms)
-        self._through_carry(number, segment, n, d_state, pushes)
-        self._through_factors(number, segment, n, pushes)
-        if self.plan.marked[number]:
-            marks = self.plan.marks[number][:, None]
-            fresh, keep = (marks & 1) != 0, (marks & 2) != 0
-            self.g_weights += torch.where(keep, self.g_anchors, 0.0)
-            self.g_initial += torch.where(fresh, self.g_weights, 0.0)
-            self.g_weights.masked_fill_(fresh, 0.0)
-            self.g_momentum.masked_fill_(fresh, 0.0)
+    def _begin(self, number: int) -> None:
+        """Where the piece began a document, its gradients go to the initial weights."""
+        if not self.plan.marked[number]:
+            return
+        marks = self.plan.marks[number][:, None]
+        fresh, keep = (marks & 1) != 0, (marks & 2) != 0
+        self.g_weights += torch.where(keep, self.g_anchors, 0.0)
+        self.g_initial += torch.where(fresh, self.g_weights, 0.0)
+        self.g_weights.masked_fill_(fresh, 0.0)
+        self.g_momentum.masked_fill_(fresh, 0.0)
 
-    def _through_steps(self, number: int, segment: Segment, n: int, d_terms: Tensor) -> Tensor:
-        """The gradients of the momenta at the stride points; room for the last one behind."""
-        plan, s = self.plan, self.plan.sizes
-        pushes = self.k.new_empty(plan.rows_and_heads, s.pulls, s.size)
-        steps, d_here = self.mixed.at(number).steps, self.d_mixed.at(number)
-        d_steps, d_push_kept = d_here.steps, d_here.push_kept
-        assert steps is not None
-        assert d_steps is not None
-        assert d_push_kept is not None
-        last = steps[:, -1].contiguous()
-        count = 1 if s.network == 0 else 1 + s.network
-        sums = torch.zeros(2, count, *last.shape, device=last.device)
-        for i, (at, momenta) in enumerate(segment.steps_of(n)):
-            grads = StepGradients(d_terms[:, :, at:], last, self.g_weights[:, at:])
-            momentum_steps_backward(
-                momenta,
-                s.size,
-                plan.steps,
-                plan.coefficients,
-                grads,
-                pushes[:, :, at:],
-                *sums[:, i],
-            )
-        of_last, of_kept = sums.sum(1)
-        d_steps[:, -1] += of_last
-        d_push_kept[:, : s.terms] = of_kept
-        return pushes
-
-    def _through_carry(self, number: int, segment: Segment, n: int, d_state, pushes: Tensor):
-        plan, s = self.plan, self.plan.sizes
-        here, d_here = self.mixed.at(number), self.d_mixed.at(number)
-        block = min(1024, triton.next_power_of_2(s.size))
-        blocks = triton.cdiv(s.size, block)
-        sums = torch.empty(plan.rows_and_heads, blocks, 2, device=self.k.device)
+    def _through_carry(self, segment: Segment, n: int, d_state, pushes: Tensor, sums: Tensor):
+        z, here, blocks = self.plan.rows_and_heads, segment.mixed[n], sums.shape[1]
         launch(
-            carry_kernel, (plan.rows_and_heads, blocks),
+            carry_kernel, (z, blocks),
             self.g_weights, self.g_momentum, segment.weights[n], segment.momenta[n], d_state,
-            pushes, here.kept, here.push_kept, sums, blocks, BLOCK=block, S=s._replace(heads=0),
+            pushes, here.kept, here.push_kept, sums, blocks,
+            BLOCK=BLOCK, S=segment.constants["S"],
         )  # fmt: skip
-        total = sums.sum(1)
-        assert d_here.push_kept is not None
-        d_here.push_kept[:, -1] = total[:, 0]
-        d_here.kept[:, -1] += total[:, 1]
 
-    def _through_factors(self, number: int, segment: Segment, n: int, pushes: Tensor):
-        plan, t, k = self.plan, self.tables, segment.k
-        here, d_here = self.mixed.at(number), self.d_mixed.at(number)
-        dk = torch.empty(k.shape[1:], device=k.device)
-        d_anchor = self.g_weights if segment.own is None else self.g_anchor
+    def _through_factors(self, segment: Segment, n: int, pushes: Tensor, dk, dv, d_push):
+        plan, t, k = self.plan, self.tables, segment.k[n]
+        d_anchor = self.g_anchor if segment.own else self.g_weights
         launch(
             factors_backward_kernel, (plan.rows_and_heads,),
-            k[n], segment.v[n], segment.anchor(n), d_anchor, t.gain, t.residual,
-            *segment.factors.at(n), pushes, here.push, dk, self.dv[number], d_here.push,
+            k, segment.v[n], segment.anchors[n], d_anchor, t.gain, t.residual,
+            *segment.factors[n], pushes, segment.mixed[n].push, dk, dv, d_push,
             self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
-            plan.sizes.heads, **constants(plan, k),
+            plan.sizes.heads, **segment.constants,
         )  # fmt: skip
-        self.dk[number] = dk
+
+    def _leave(self, part: slice, sums: Sums) -> None:
+        """What the pieces left, to where it belongs."""
+        d_kept, d_steps, _, d_push_kept, _ = self.d_mixed.at(part)
+        assert d_steps is not None
+        assert d_push_kept is not None
+        of_last, of_kept = sums.steps.sum(2).unbind(1)
+        of_carry = sums.carry.sum(2)
+        d_steps[:, :, -1] += of_last
+        d_push_kept[:, :, :-1] = of_kept
+        d_push_kept[:, :, -1] = of_carry[..., 0]
+        d_kept[:, :, -1] += of_carry[..., 1]
+        self.dk[part] = sums.dk
 
 
 MUON = Way(write, MuonBackward)

@@ -188,7 +188,7 @@ def through_output(
 
 
 @triton.jit
-def read_backward(
+def piece_backward(
     do, q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, residual, coefficients,
     left, right, scale, branch, dk, d_share, d_state, d_terms, d_u1, d_h, d_u2, d_u3, d_gain,
     rows, mine, past, vs, ks, S: tl.constexpr, DOT: tl.constexpr,
@@ -258,7 +258,7 @@ def read_backward_kernel(
     keys, wide, deep = pairs * S.d_k, pairs * S.d_v, pairs * S.hidden
     keep = tl.load(kept + slots + rows, mask=rows < S.length, other=0.0)
     do = tile(dy + slots * S.d_v, rows, vs, S.length, S.d_v).to(tl.float32)
-    grad_q, grad_kept, grad_steps, grad_coefficients, degrees = read_backward(
+    grad_q, grad_kept, grad_steps, grad_coefficients, degrees = piece_backward(
         do, q + slots * S.d_k, k + keys, share + slots * S.pairs, keep, steps + slots * S.terms,
         state + size, terms + size * S.terms, u1 + wide, h + deep, u2 + deep, u3 + deep,
         gain + head * S.d_v, residual + head * S.d_v * S.d_k, coefficients + head * 3,
