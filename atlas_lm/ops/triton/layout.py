@@ -17,7 +17,6 @@ from atlas_lm.shapes import Weights
 
 NETWORKS = {"linear": 0, "mlp": 1, "gated_mlp": 2}
 OBJECTIVES = {"l2": 0, "dot": 1}
-STAGES = 1
 DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -54,7 +53,6 @@ def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, term
         block_d=step,
         block_terms=triton.next_power_of_2(max(1, terms)),
         block_pulls=triton.next_power_of_2(pulls),
-        stages=STAGES,
         pairs=rule.window - 1 + length,
         size=size,
     )

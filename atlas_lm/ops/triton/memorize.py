@@ -15,8 +15,7 @@ from atlas_lm.ops.triton.additive import ADDITIVE
 from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
 from atlas_lm.ops.triton.mixing import additive, stepping
 from atlas_lm.ops.triton.muon import MUON
-from atlas_lm.ops.triton.reads import Mixed, Plan, Slow
-from atlas_lm.ops.triton.reads import Pieces as Run
+from atlas_lm.ops.triton.reads import Mixed, Plan, Run, Slow
 from atlas_lm.ops.triton.sizes import Sizes
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Values, Weights

@@ -256,7 +256,7 @@ def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
     return torch.einsum("nbhlv,nbhlk->hvk", grad, raw)
 
 
-class Pieces(torch.autograd.Function):
+class Run(torch.autograd.Function):
     """Pieces `[n z . .]` through memories `[z size]`, everything flat and contiguous.
 
     A segment at a time: written, then read. Only the state at the beginning of a segment is kept;

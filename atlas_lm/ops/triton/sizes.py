@@ -45,8 +45,6 @@ class Sizes(NamedTuple):
     block_d: int
     block_terms: int
     block_pulls: int
-    stages: int
-    """Blocks of the hidden layer that are on their way from memory at once."""
     pairs: int
     """Those before the piece and its own. A field: Triton 3.8 makes a plain tuple of constants,
     without properties."""

@@ -96,7 +96,7 @@ def write_deep(
         e_past, p0, p1, p2 = branch_errors(
             k, v, anchor, gain, residual, u1, past, vs, S.tail, left, right, scale, S, DOT
         )
-    for start in tl.range(0, HIDDEN, F, num_stages=S.stages):
+    for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
         x, of_z, of_value = hidden_factors(
             e, h0, h1, h2, k, anchor, h, u2, u3, mine, vs, hs, S.pairs, left, right, scale, S, DOT
