@@ -335,7 +335,7 @@ def _blocks(file: TextFile, offset: int) -> Iterator[tuple[int, int, str]]:
     while offset < file.size:
         data = _read(file, offset)
         try:
-            used = len(data) if offset + len(data) == file.size else _cut(data)
+            used = len(data) if offset + len(data) == file.size else whole_part(data)
             text = data[:used].decode()
         except UnicodeDecodeError as error:
             raise ValueError(
@@ -346,7 +346,7 @@ def _blocks(file: TextFile, offset: int) -> Iterator[tuple[int, int, str]]:
         offset += used
 
 
-def _cut(data: bytes) -> int:
+def whole_part(data: bytes) -> int:
     """After the last line end; or the last white space; or else the last whole character."""
     line = data.rfind(b"\n") + 1
     if line:

@@ -16,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from atlas_lm.cli.ask import Ask
+from atlas_lm.cli.data import Data
 from atlas_lm.cli.doctor import Doctor
 from atlas_lm.cli.generate import Generate
 from atlas_lm.cli.inspect import Inspect
@@ -35,6 +36,7 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Rebuild, tyro.conf.subcommand("rebuild")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
