@@ -98,10 +98,10 @@ def why_not_assembled(device: torch.device) -> str | None:
 
 
 def preferred(rule: Rule, q: Tensor) -> bool:
-    """Whether kernels, where they can run, are the better way: not for one token, nor float32.
+    """Whether kernels, where they can run, are the better way: in bfloat16, beyond one token.
 
-    Nor for muon with very many steps a chunk: there the gradient of the retention is off by 2.2
+    Not for muon with very many steps a chunk: there the gradient of the retention is off by 2.2
     times what the chunked form is off by, and 2 is what we allow.
     """
     many = rule.optimizer == "muon" and rule.chunk > 16 * rule.stride
-    return q.is_cuda and q.dtype != torch.float32 and q.shape[1] > 1 and not many
+    return q.is_cuda and q.dtype == torch.bfloat16 and q.shape[1] > 1 and not many

@@ -1,7 +1,7 @@
 """Launch kernels from the host in a few microseconds.
 
 Triton looks up a compiled kernel by every argument, which takes longer than a small kernel runs.
-Ours differ only by their constants and by how their tensors are aligned, so that is all we look at.
+Ours differ only by their constants, and by the types and the alignment of their tensors.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ def launch(
 ) -> None:
     """`kernel[grid](*args, **constants)`: tensors first, compile-time arguments last.
 
-    Integers between them must not be specialised on; tensors have the types that `DOT` says.
+    Integers between them must not be specialised on.
     Without `wgmma`, products on Hopper are compiled as on the cards before it.
     """
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*args, **constants)
         return None
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
-    offset = 0
+    offset, types = 0, []
     for x in args:
         if isinstance(x, Tensor):
             offset |= x.data_ptr()
+            types.append(x.dtype)
     device = args[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, warps=warps, wgmma=wgmma, **constants)
     # a mixture of alignments is rare: then Triton may look at each by itself
-    key = (kernel, device, warps, offset % 16, *values)
+    key = (kernel, device, warps, *types, *values)
     found = _compiled.get(key) if offset % 16 == 0 else None
     if found is None:
         with nullcontext() if wgmma else _without_wgmma():
-            _compiled[key] = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
+            made = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
+        if offset % 16 == 0:
+            _compiled[key] = made
     else:
         found[(*grid, 1, 1)[:3]](*args, *values)
     return None
