@@ -179,3 +179,23 @@ def test_where_auto_takes_kernels(rule, device, dtype, tokens, expected):
 
 def test_on_a_cpu_auto_is_chunked():
     assert_auto_is_chunked(in_float32(OMEGANET))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "trouble", "reason"),
+    [
+        ((7, 5), None, None, "compute capability 7.5: 8.0 or later"),
+        ((8, 0), None, "an old ptxas", None),
+        ((9, 0), None, None, None),
+        ((9, 0), None, "an old ptxas", "an old ptxas"),
+        ((9, 4), "6.4", None, "AMD"),
+    ],
+)
+def test_cards(monkeypatch, capability, hip, trouble, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(import_module("atlas_lm.ops.triton.assembler"), "trouble", lambda: trouble)
+    kernels.why_not_card.cache_clear()
+    found = kernels.why_not_card(torch.device("cuda", 0))
+    kernels.why_not_card.cache_clear()
+    assert found is None if reason is None else reason in str(found)

@@ -85,16 +85,20 @@ def why_not_here(q: Tensor) -> str | None:
         return f"tensors on {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"inputs of {q.dtype}"
-    return why_not_assembled(q.device) if q.is_cuda else None
+    return why_not_card(q.device) if q.is_cuda else None
 
 
 @cache
-def why_not_assembled(device: torch.device) -> str | None:
-    """Kernels that would be compiled wrong are not run."""
+def why_not_card(device: torch.device) -> str | None:
+    """Cards on which kernels cannot run, or would be compiled wrong."""
+    if torch.version.hip is not None:
+        return "tensors on an AMD GPU, where nobody has checked the kernels"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"on a GPU of compute capability {capability[0]}.{capability[1]}: 8.0 or later"
     from atlas_lm.ops.triton import assembler
 
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return assembler.trouble() if hopper else None
+    return assembler.trouble() if capability[0] == 9 else None
 
 
 def preferred(rule: Rule, q: Tensor) -> bool:
