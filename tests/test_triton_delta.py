@@ -13,6 +13,8 @@ from atlas_lm.testing import example
 
 pytest.importorskip("triton")
 
+from atlas_lm.ops.delta import is_delta_rule
+from atlas_lm.ops.kernels import why_not
 from atlas_lm.ops.triton import delta
 
 RULE = {name: RULES[name] for name in ("delta_net", "gated_delta_net")}
@@ -140,10 +142,15 @@ def test_nothing_is_kept_without_a_gradient():
     torch.testing.assert_close(end.weights["w"].double(), last.weights["w"], atol=1e-5, rtol=1e-5)
 
 
+def taken(rule, d_k, d_v, dtype) -> bool:
+    q, v = (torch.zeros(1, 1, 1, width, dtype=dtype) for width in (d_k, d_v))
+    return is_delta_rule(rule) and why_not(rule, q, v, {}) is None
+
+
 def test_what_the_kernels_take():
     rule = RULE["delta_net"]
-    assert delta.has_delta_kernels(rule, 64, 128, torch.bfloat16)
-    assert not delta.has_delta_kernels(rule, 64, 129, torch.bfloat16)
-    assert not delta.has_delta_kernels(rule, 64, 64, torch.float64)
-    assert not delta.has_delta_kernels(replace(rule, features="polynomial"), 16, 64, torch.bfloat16)
-    assert not delta.has_delta_kernels(RULES["titans"], 64, 64, torch.bfloat16)
+    assert taken(rule, 64, 128, torch.bfloat16)
+    assert not taken(rule, 64, 129, torch.bfloat16)
+    assert not taken(rule, 64, 64, torch.float64)
+    assert not taken(replace(rule, features="polynomial"), 16, 64, torch.bfloat16)
+    assert not taken(RULES["titans"], 64, 64, torch.bfloat16)

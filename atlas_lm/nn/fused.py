@@ -5,8 +5,6 @@ The plain versions define the numbers; the kernels keep float32 where these roun
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch.nn.functional import silu
 from atlas_lm.nn.conv import ShortConv
 from atlas_lm.nn.norm import RMSNorm, unit
 from atlas_lm.nn.packing import Packing, last_tokens
+from atlas_lm.ops.kernels import why_not_here
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
@@ -23,7 +22,7 @@ def fusable(x: Tensor, packing: Packing | None) -> bool:
     """Whether kernels take x. A compiler fuses on its own, and packed tokens are moved by torch."""
     if packing is not None or torch.compiler.is_compiling():
         return False
-    return x.is_cuda and x.dtype in DTYPES and find_spec("triton") is not None
+    return x.is_cuda and x.dtype in DTYPES and why_not_here(x) is None
 
 
 def project_qkv(

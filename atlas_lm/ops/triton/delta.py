@@ -12,32 +12,21 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from atlas_lm.ops.delta import TILE, is_delta_rule
+from atlas_lm.ops.delta import TILE
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces
 from atlas_lm.ops.segments import Outer, finish, prepare
 from atlas_lm.ops.state import MemoryState, Tokens
 from atlas_lm.ops.triton import delta_kernels as kernels
+from atlas_lm.ops.triton.layout import DOTS
+from atlas_lm.ops.triton.sizes import block as padded
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Values
-
-DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-"""Operands of products, by the dtype of the inputs. float32 is for the interpreter: on a GPU it is
-exact too, but most of its products spill."""
-
-WIDEST = 128
-"""Keys and values up to this width: a piece's keys are taken whole."""
 
 PROGRAMS = 128
 """Programs wanted where pieces follow one another: about one a multiprocessor."""
 
 WARPS, STAGES = 4, 2
 """Of every kernel. Tiles have at most 64 rows: more warps would compute the same products twice."""
-
-
-def has_delta_kernels(rule: Rule, d_k: int, d_v: int, dtype: torch.dtype) -> bool:
-    """Whether `memorize_delta_triton` can take it."""
-    plain = is_delta_rule(rule) and rule.features == "identity"
-    return plain and max(d_k, d_v) <= WIDEST and dtype in DOTS
 
 
 def memorize_delta_triton(
@@ -92,10 +81,10 @@ class _Plan:
         return {
             "D_K": self.d_k,
             "D_V": self.d_v,
-            "BL": _padded(self.sizes[3]),
-            "BK": _padded(self.d_k),
-            "BC": min(64, _padded(self.d_k)),
-            "BV": min(block, _padded(self.d_v)),
+            "BL": padded(self.sizes[3]),
+            "BK": padded(self.d_k),
+            "BC": min(64, padded(self.d_k)),
+            "BV": min(block, padded(self.d_v)),
             "DELAY": 0 if self.decay_first else 1,
             "KEEP": self.tracked,
             "RESETS": self.begins is not None,
@@ -122,10 +111,6 @@ class _Plan:
         known |= tensors | constants
         named = {name: known[name] for name in kernel.arg_names}
         kernel[grid](**named, num_warps=WARPS, num_stages=STAGES)
-
-
-def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
 
 
 class _Delta(torch.autograd.Function):

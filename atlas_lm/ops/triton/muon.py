@@ -63,17 +63,14 @@ class Segment:
         self.constants = constants(plan, k)
         self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
-        self.all_states, self.all_terms = (
-            k.new_empty(count + 1, z, s.size),
-            k.new_empty(count, z, s.terms, s.size),
-        )
+        self.all_states = k.new_empty(count + 1, z, s.size)
+        self.all_terms = k.new_empty(count, z, s.terms, s.size)
         all_weights = torch.empty(count + 1, z, s.size, device=k.device)
         all_momenta = torch.empty_like(all_weights)
         self.states, self.weights = self.all_states.unbind(0), all_weights.unbind(0)
         self.momenta, self.terms = all_momenta.unbind(0), self.all_terms.unbind(0)
-        own = plan.own and part.start == 0
-        self.anchors = (anchor,) if own else self.states
-        self.own = own
+        self.own = plan.own and part.start == 0
+        self.anchors = (anchor,) if self.own else self.states
         self.all_factors = Factors.room(count, plan, k)
         self.factors = [
             Factors(*x) for x in zip(*(f.unbind(0) for f in self.all_factors), strict=True)

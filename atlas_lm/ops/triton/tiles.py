@@ -26,6 +26,20 @@ def put(base, value, rows, columns, height, width):
 
 
 @triton.jit
+def monomials(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr, D: tl.constexpr):
+    """Of features `columns`: which numbers of a key they multiply, their weight, both factors."""
+    here = columns < D
+    one = tl.load(left + columns, mask=here, other=D_K)
+    two = tl.load(right + columns, mask=here, other=D_K)
+    weight = tl.load(scale + columns, mask=here, other=0.0)
+    inside = (rows < height)[:, None]
+    at = keys + rows[:, None] * D_K
+    first = tl.load(at + one[None, :], mask=inside & (one < D_K)[None, :], other=1.0)
+    second = tl.load(at + two[None, :], mask=inside & (two < D_K)[None, :], other=1.0)
+    return one, two, weight, first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
 def features(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr, D: tl.constexpr):
     """phi of keys `[height, D_K]`, a tile `[rows, columns]` in float32.
 
@@ -34,16 +48,10 @@ def features(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr,
     if D == D_K:
         value = tile(keys, rows, columns, height, D_K).to(tl.float32)
     else:
-        here = columns < D
-        one = tl.load(left + columns, mask=here, other=D_K)
-        two = tl.load(right + columns, mask=here, other=D_K)
-        weight = tl.load(scale + columns, mask=here, other=0.0)
-        inside = (rows < height)[:, None]
-        at = keys + rows[:, None] * D_K
-        first = tl.load(at + one[None, :], mask=inside & (one < D_K)[None, :], other=1.0)
-        second = tl.load(at + two[None, :], mask=inside & (two < D_K)[None, :], other=1.0)
-        value = first.to(tl.float32) * second.to(tl.float32) * weight[None, :]
-        value = tl.where(inside, value, 0.0)
+        _, _, weight, first, second = monomials(
+            keys, rows, columns, height, left, right, scale, D_K, D
+        )
+        value = tl.where((rows < height)[:, None], first * second * weight[None, :], 0.0)
     return value
 
 
@@ -60,20 +68,15 @@ def features_backward(
         total = grad
     else:
         ks = tl.arange(0, BLOCK_K)
-        here = columns < D
-        one = tl.load(left + columns, mask=here, other=D_K)
-        two = tl.load(right + columns, mask=here, other=D_K)
-        weight = tl.load(scale + columns, mask=here, other=0.0)
-        inside = (rows < height)[:, None]
-        at = keys + rows[:, None] * D_K
-        first = tl.load(at + one[None, :], mask=inside & (one < D_K)[None, :], other=1.0)
-        second = tl.load(at + two[None, :], mask=inside & (two < D_K)[None, :], other=1.0)
+        one, two, weight, first, second = monomials(
+            keys, rows, columns, height, left, right, scale, D_K, D
+        )
         grad = grad * weight[None, :]
         PRECISION: tl.constexpr = "ieee" if tl.float32 == DOT else "tf32"
         to_first = ((one[:, None] == ks[None, :]) & (ks < D_K)[None, :]).to(tl.float32)
         to_second = ((two[:, None] == ks[None, :]) & (ks < D_K)[None, :]).to(tl.float32)
-        total = tl.dot(grad * second.to(tl.float32), to_first, input_precision=PRECISION)
-        total += tl.dot(grad * first.to(tl.float32), to_second, input_precision=PRECISION)
+        total = tl.dot(grad * second, to_first, input_precision=PRECISION)
+        total += tl.dot(grad * first, to_second, input_precision=PRECISION)
     return total
 
 
