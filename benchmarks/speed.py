@@ -174,7 +174,7 @@ def numbers(row: Row, impl: str) -> list[Comparison] | str:
         for kind, settings in KINDS.items():
             compared = compare(**settings)
             if failures(compared):  # a tensor of a few numbers may have had bad luck
-                compared = compare(**settings, seeds=4)
+                compared = compare(**settings, seeds=12)
             found += [replace(c, name=f"{kind} {c.name}") for c in compared]
     except Exception as error:
         return gpu.why(error)

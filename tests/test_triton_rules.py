@@ -18,7 +18,8 @@ from atlas_lm.testing.kernels import check_kernels
 
 pytest.importorskip("triton")
 
-from atlas_lm.ops.triton import reads
+from atlas_lm.ops.triton import memorize, reads
+from atlas_lm.ops.triton.sizes import team_for
 
 CLOSE, FAR = 2e-4, 2e-3
 """Errors, of the norm: what is allowed, and the most where plain float32 has lost digits already:
@@ -398,3 +399,40 @@ def test_several_segments(name, most, kernel_device, monkeypatch):
 
 def longest(parts: list[slice]) -> int:
     return max(part.stop - part.start for part in parts)
+
+
+@pytest.mark.parametrize("name", ["linear", "polynomial", "muon"])
+def test_linear_memories_by_a_team(name, kernel_device, monkeypatch):
+    """Each program has 16 of 32 values; those of deep memories meet, which takes a GPU."""
+    rule = {
+        "linear": LINEAR,
+        "polynomial": Rule(features="polynomial", chunk=16, window=3),
+        "muon": replace(ATLAS, network="linear", norm=False),
+    }[name]
+    monkeypatch.setattr(memorize, "team_of", lambda *_: 2)
+    assert_kernels_agree(rule, kernel_device, d_k=4, d_v=32, before=7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="programs that meet need a GPU")
+@pytest.mark.parametrize("team", [2, 4])
+@pytest.mark.parametrize("name", ["mlp_momentum", "mlp_polynomial", "gated", "muon"])
+def test_deep_memories_by_a_team(name, team, monkeypatch):
+    rule, shape = (ATLAS, {"d_k": 8, "d_v": 8}) if name == "muon" else ADDITIVE[name]
+    monkeypatch.setattr(memorize, "team_of", lambda *_: team)
+    assert_kernels_agree(rule, "cuda", **(shape | {"hidden": 128, "before": 7}))
+
+
+@pytest.mark.parametrize(
+    ("outs", "least", "memories", "processors", "team"),
+    [
+        (256, 32, 16, 132, 8),
+        (256, 32, 128, 132, 2),
+        (256, 32, 256, 132, 1),
+        (64, 32, 16, 132, 2),
+        (64, 32, 128, 132, 1),
+        (96, 32, 1, 132, 1),
+        (64, 16, 16, 132, 4),
+    ],
+)
+def test_how_large_a_team_is(outs, least, memories, processors, team):
+    assert team_for(outs, least, memories, processors) == team

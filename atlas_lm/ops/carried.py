@@ -67,7 +67,7 @@ class Carried:
 
     def detach(self) -> Self:
         """Cut the graph: truncated backpropagation."""
-        return self.map(Tensor.detach)
+        return self.map(lambda t: t.detach() if t.requires_grad else t)
 
     def clone(self) -> Self:
         return self.map(Tensor.clone)

@@ -7,13 +7,17 @@ count, and piece number n of every row is computed together. Slots left over are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from atlas_lm.ops.host import on_host, to_device
 from atlas_lm.shapes import TokenFlag
 
 
@@ -29,7 +33,7 @@ class Flags:
     def by_piece(flags: Tensor, device: torch.device) -> list[Flags]:
         """From `[r n]` on the CPU."""
         every, some = flags.all(0).tolist(), flags.any(0).tolist()
-        rows = flags.to(device).unbind(1)
+        rows = to_device(flags, device).unbind(1)
         return [Flags(r, a, not s) for r, a, s in zip(rows, every, some, strict=True)]
 
     def select(self, chosen: Tensor, other: Tensor) -> Tensor:
@@ -39,11 +43,12 @@ class Flags:
         return torch.where(self.rows.view(-1, *[1] * (other.ndim - 1)), chosen, other)
 
 
-@dataclass
+@dataclass(eq=False)
 class Pieces:
     """n pieces of at most `width` tokens for r rows: the batch, or 1 where all are cut alike.
 
-    The tables that say how are on the CPU; what is derived from them is on the device.
+    The tables that say how are on the CPU; what is derived from them is on the device. All layers
+    of a model share one cut.
     """
 
     opened: Tensor
@@ -66,6 +71,13 @@ class Pieces:
     chunk: int
     window: int
     device: torch.device
+    _made: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What somebody derives from the cut, made for the first who asks."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     @property
     def number(self) -> int:
@@ -104,19 +116,26 @@ class Pieces:
     @cached_property
     def position(self) -> Tensor:
         """`[r n l]`: tokens of the document before each slot's."""
-        return (self.start[..., None] + torch.arange(self.width)).to(self.device)
+        return to_device(self.start[..., None] + torch.arange(self.width), self.device)
 
     @cached_property
     def filled(self) -> Tensor | None:
         """`[r n l]`: False in slots without a token; None if there are none."""
         if self.whole:
             return None
-        return (torch.arange(self.width) < self.length[..., None]).to(self.device)
+        return to_device(torch.arange(self.width) < self.length[..., None], self.device)
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """`[r n l c]`: whether the pair so many before each slot's is in its document."""
+        reach = torch.arange(self.window, device=self.device) <= self.position[..., None]
+        return reach if self.filled is None else reach & self.filled[..., None]
 
     @cached_property
     def index(self) -> Tensor:
         """`[r n l]`: the token in each slot."""
-        return self._tokens(self.opened[..., None] + torch.arange(self.width)).to(self.device)
+        tokens = self._tokens(self.opened[..., None] + torch.arange(self.width))
+        return to_device(tokens, self.device)
 
     @cached_property
     def pairs(self) -> Tensor:
@@ -132,7 +151,7 @@ class Pieces:
     def _counted(self, ordinal: Tensor) -> Tensor:
         """Numbers of a row's tokens, negative ones in its window, as indices into both."""
         index = torch.where(ordinal < 0, ordinal, self._tokens(ordinal)) + self.window - 1
-        return index.to(self.device)
+        return to_device(index, self.device)
 
     def split(self, x: Tensor) -> Tensor:
         """`[b t h ...] -> [n b h l ...]`"""
@@ -156,9 +175,10 @@ class Pieces:
         y = rearrange(y, "n b h l v -> b (n l) h v")
         if self.straight:
             return y
-        y = take_rows(y, self._slots())
+        y = take_rows(y, self._slots)
         return y if self.mask is None else y * self.mask[..., None, None]
 
+    @cached_property
     def _slots(self) -> Tensor:
         """`[r t]`: the slot of each token, counted over all pieces."""
         slots = torch.arange(self.number * self.width).view(1, self.number, self.width)
@@ -167,17 +187,22 @@ class Pieces:
         row = torch.arange(len(self.order))[:, None, None].expand_as(tokens)
         out = torch.zeros_like(self.order)
         out[row[filled], tokens[filled]] = slots.expand_as(tokens)[filled]
-        return out.to(self.device)
+        return to_device(out, self.device)
 
     def last_pairs(self, window: Tensor, x: Tensor) -> Tensor:
         """The window after the last token, `[b c-1 h ...]`."""
         if self.window == 1:
             return window
-        back = torch.arange(self.window - 1, 0, -1)
-        index = self._counted((self.count[:, None] - back).unsqueeze(1))[:, 0]
-        known = (back <= self.end[:, None]).to(self.device)
+        index, known = self._last
         taken = take_rows(torch.cat([window, x], 1), index)
         return torch.where(known.view(*known.shape, *[1] * (x.ndim - 2)), taken, 0)
+
+    @cached_property
+    def _last(self) -> tuple[Tensor, Tensor]:
+        """Which pairs the window after the last token holds, `[r c-1]`, and whether they exist."""
+        back = torch.arange(self.window - 1, 0, -1)
+        index = self._counted((self.count[:, None] - back).unsqueeze(1))[:, 0]
+        return index, to_device(back <= self.end[:, None], self.device)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -196,13 +221,29 @@ def cut_into_pieces(
     window: int = 1,
 ) -> Pieces:
     """Cut the tokens of each row, after `position` of them, where the row's own chunks begin."""
-    start = position.cpu()
+    start = on_host(position)
+    flags = mask, reset
+    versions = tuple(0 if x is None or x.is_inference() else x._version for x in flags)
+    key = tuple(start.tolist()), length, chunk, window, position.device, versions
+    for known, (known_mask, known_reset), pieces in _recent:
+        if known == key and known_mask is mask and known_reset is reset:
+            return pieces
     common = {"mask": mask, "chunk": chunk, "window": window, "device": position.device}
     if mask is None and reset is None and bool((start == start[0]).all()):
-        return Pieces(**_cut_alike(int(start[0]), length, chunk), **common, alike=True)
-    present = torch.ones(len(start), length, dtype=torch.bool) if mask is None else mask.cpu()
-    fresh = torch.zeros_like(present) if reset is None else reset.cpu() & present
-    return Pieces(**_cut_rows(start, present, fresh, chunk), **common, alike=False)
+        pieces = Pieces(**_cut_alike(int(start[0]), length, chunk), **common, alike=True)
+    else:
+        present = (
+            torch.ones(len(start), length, dtype=torch.bool) if mask is None else on_host(mask)
+        )
+        fresh = torch.zeros_like(present) if reset is None else on_host(reset) & present
+        pieces = Pieces(**_cut_rows(start, present, fresh, chunk), **common, alike=False)
+    if not any(x is not None and x.is_inference() for x in flags):
+        _recent.append((key, flags, pieces))
+    return pieces
+
+
+_recent: deque[tuple[Any, tuple[TokenFlag | None, TokenFlag | None], Pieces]] = deque(maxlen=8)
+"""The layers of a model ask for the same cut, one after the other."""
 
 
 def _cut_alike(start: int, tokens: int, chunk: int) -> dict[str, Tensor]:

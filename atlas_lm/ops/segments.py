@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas_lm.ops.gradients import pair_gradients
+from atlas_lm.ops.host import to_device
 from atlas_lm.ops.networks import Frozen
 from atlas_lm.ops.pieces import Flags, Pieces
 from atlas_lm.ops.recompute import recompute
@@ -63,11 +64,7 @@ class Outer(NamedTuple):
 def prepare(pieces: Pieces, state: MemoryState, tokens: Tokens) -> Inputs:
     """Cut everything into pieces, with gates that change nothing where there is no token."""
     q, k, v, (alpha, eta, theta, gamma, threshold), *_ = tokens
-    reach = torch.arange(gamma.shape[-1], device=q.device) <= pieces.position[..., None]
-    filled = pieces.filled
-    if filled is not None:
-        reach = reach & filled[..., None]
-
+    filled, reach = pieces.filled, pieces.reach
     if threshold is not None and state.thresholds is not None:
         threshold = pieces.split_pairs(state.thresholds, threshold)
 
@@ -194,6 +191,6 @@ def finish(pieces: Pieces, state: MemoryState, tokens: Tokens, **changes) -> Mem
         keys=pieces.last_pairs(state.keys, tokens.k),
         values=pieces.last_pairs(state.values, tokens.v),
         thresholds=thresholds,
-        position=pieces.end.to(pieces.device).expand_as(state.position).clone(),
+        position=to_device(pieces.end.expand(state.batch).clone(), pieces.device),
         **changes,
     )

@@ -1,4 +1,4 @@
-"""gd and momentum: steps add up, so one program can write all pieces of a row and head."""
+"""gd and momentum: steps add up, so a program can write all pieces of a row and head."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from atlas_lm.ops.triton.launch import launch
 from atlas_lm.ops.triton.reads import (
     Backward,
     Factors,
+    Meeting,
     Mixed,
     Plan,
     ReadGradients,
     Tables,
     Way,
     Written,
+    backward_warps,
     constants,
     either,
 )
@@ -60,13 +62,13 @@ def written_segment(
     factors = Factors.room(k.shape[0], plan, k)
     own = plan.own and part.start == 0
     launch(
-        write_kernel, (plan.rows_and_heads,),
+        write_kernel, (plan.rows_and_heads * plan.sizes.team,),
         k, v, mixed.share, either(mixed.push, mixed.kept), mixed.kept,
         either(mixed.steps, mixed.kept), either(mixed.push_kept, mixed.kept),
         plan.marks[part.start :], all_weights, momenta, states, entered,
         anchor if own else states, initial, anchors, t.gain, t.residual, *factors,
-        t.left, t.right, t.scale, k.shape[0], len(plan.marks) - part.start, plan.rows_and_heads,
-        plan.sizes.heads, OWN=own, KEEP=keep, **constants(plan, k),
+        t.left, t.right, t.scale, *Meeting.of(plan), k.shape[0], len(plan.marks) - part.start,
+        plan.rows_and_heads, plan.sizes.heads, OWN=own, KEEP=keep, **constants(plan, k),
     )  # fmt: skip
     return Segment(all_weights, momenta, states, entered, factors)
 
@@ -116,10 +118,11 @@ class AdditiveBackward(Backward):
         pulls = here.share[:, :, -1:]
         if here.push is not None:
             pulls = torch.cat([pulls, here.push], 2)
-        d_pulls = torch.empty_like(pulls)
-        d_last = torch.empty(*pulls.shape[:2], 3, device=k.device)
+        team = plan.sizes.team
+        d_pulls = pulls.new_empty(team, *pulls.shape)
+        d_last = torch.empty(team, *pulls.shape[:2], 3, device=k.device)
         launch(
-            write_backward_kernel, (plan.rows_and_heads,),
+            write_backward_kernel, (plan.rows_and_heads * team,),
             k, self.v[part], here.kept, either(here.steps, here.kept),
             either(here.push_kept, here.kept), pulls.contiguous(), plan.marks[part],
             segment.states, segment.weights, segment.momenta,
@@ -127,10 +130,12 @@ class AdditiveBackward(Backward):
             t.gain, t.residual, *segment.factors, t.left, t.right, t.scale,
             found.states, found.terms, *found.factors, self.g_weights, self.g_momentum,
             self.g_initial, self.g_anchors, self.pushes, found.dk, self.dv[part], d_pulls, d_last,
-            self.d_gain_write, self.d_degrees_write, self.scratch, k.shape[0],
-            plan.rows_and_heads, plan.sizes.heads, OWN=own, **constants(plan, k),
+            self.d_gain_write, self.d_degrees_write, self.scratch, *Meeting.of(plan),
+            k.shape[0], plan.rows_and_heads, plan.sizes.heads,
+            warps=backward_warps(plan.sizes), OWN=own, **constants(plan, k),
         )  # fmt: skip
-        self.dk[part] = found.dk
+        self.dk[part] = found.dk.sum(0)
+        d_pulls, d_last = d_pulls.sum(0), d_last.sum(0)
         d_kept, d_steps, d_share, d_push_kept, d_push = self.d_mixed.at(part)
         assert d_share is not None
         d_kept[..., -1] += d_last[..., 0]

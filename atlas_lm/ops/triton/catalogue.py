@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
@@ -23,6 +24,7 @@ from triton.compiler import ASTSource
 
 from atlas_lm.ops import triton as package
 from atlas_lm.ops.networks import init_memory
+from atlas_lm.ops.triton.launch import without_wgmma
 from atlas_lm.ops.triton.layout import sizes_of
 from atlas_lm.ops.triton.muon_kernels import (
     advance_kernel,
@@ -32,6 +34,7 @@ from atlas_lm.ops.triton.muon_kernels import (
 )
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
+from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
 from atlas_lm.ops.triton.sizes import Sizes
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -53,6 +56,8 @@ class Compilation:
     signature: dict[str, str]
     constexprs: dict[str, Any]
     num_warps: int
+    wgmma: bool = True
+    """Whether products may be compiled as Hopper likes them."""
     num_stages: int | None = None
     """None: as many as Triton takes if not told."""
 
@@ -74,11 +79,13 @@ class Case:
     d_k: int = 64
     d_v: int = 64
     hidden: int | None = None
+    team: int = 1
 
 
 CASES = {
     "linear, degree 2": Case(rule=Rule(features="polynomial", window=16), d_k=16),
     "titans": Case(rule=RULES["titans"], hidden=256),
+    "titans, by a team": Case(rule=RULES["titans"], hidden=256, team=4),
     "titans, window 16": Case(rule=replace(RULES["titans"], window=16), hidden=256),
     "omeganet": Case(rule=RULES["omeganet"], d_k=16, hidden=64),
     "gated_mlp, degree 2, momentum": Case(
@@ -96,11 +103,12 @@ CASES = {
 
 ADDITIVE = write_kernel, write_backward_kernel
 MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
+WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
 ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi"}
 """Tensors in the dtype of the inputs."""
-COUNTS = {"pieces", "marked", "rows_and_heads", "heads", "blocks"}
+COUNTS = {"pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
 
 
 @cache
@@ -124,7 +132,7 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     rule = case.rule
     weights = init_memory(rule, 16, case.d_k, case.d_v, case.hidden, device="meta")
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
-    sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms)
+    sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
     writes = MUON if rule.optimizer == "muon" else ADDITIVE
     return [memory_kernel(name, fn, sizes) for fn in (*writes, read_kernel, read_backward_kernel)]
 
@@ -139,7 +147,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
             return "constexpr"
         if argument in COUNTS:
             return "i32"
-        if argument in ("left", "right", "marks"):
+        if argument in ("left", "right", "marks", "arrived"):
             return "*i32"
         return "*bf16" if argument in ROUNDED else "*fp32"
 
@@ -149,7 +157,8 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         fn=fn,
         signature={argument: kind(argument) for argument in fn.arg_names},
         constexprs=constants,
-        num_warps=4,
+        num_warps=backward_warps(sizes) if fn in WRITES_BACKWARD else 4,
+        wgmma=takes_wgmma(sizes),
         num_stages=1,
     )
 
@@ -171,7 +180,8 @@ def compile_for(compilation: Compilation, capability: int) -> Compiled:
     options = {"num_warps": compilation.num_warps}
     if compilation.num_stages is not None:
         options["num_stages"] = compilation.num_stages
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with nullcontext() if compilation.wgmma else without_wgmma():
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(made.metadata.shared, *resources(made.asm["cubin"]))
 
 

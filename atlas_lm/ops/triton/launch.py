@@ -48,7 +48,7 @@ def launch(
     key = (kernel, device, warps, *types, *values)
     found = _compiled.get(key) if offset % 16 == 0 else None
     if found is None:
-        with nullcontext() if wgmma else _without_wgmma():
+        with nullcontext() if wgmma else without_wgmma():
             made = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
         if offset % 16 == 0:
             _compiled[key] = made
@@ -58,7 +58,7 @@ def launch(
 
 
 @contextmanager
-def _without_wgmma() -> Iterator[None]:
+def without_wgmma() -> Iterator[None]:
     """Triton reads this variable when it compiles, and keeps kernels apart by it."""
     before = os.environ.get("DISABLE_MMA_V3")
     os.environ["DISABLE_MMA_V3"] = "1"

@@ -20,7 +20,9 @@ OBJECTIVES = {"l2": 0, "dot": 1}
 DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, terms: int) -> Sizes:
+def sizes_of(
+    rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, terms: int, team: int = 1
+) -> Sizes:
     """For pieces of this many slots; weights `[h out in]` or `[b h out in]`."""
     name = "w" if rule.network == "linear" else "w2"
     width, heads = weights[name].shape[-1], weights[name].shape[-3]
@@ -29,6 +31,7 @@ def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, term
     muon = rule.optimizer == "muon"
     pulls = terms + 1
     pitch = width if width == d_k else -(-width // step) * step
+    share = (hidden or d_v) // team
     size = d_v * (hidden or pitch) + NETWORKS[str(rule.network)] * hidden * pitch
     return Sizes(
         network=NETWORKS[str(rule.network)],
@@ -51,8 +54,11 @@ def sizes_of(rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, term
         block_v=block(d_v),
         block_f=min(64, block(hidden)),
         block_d=step,
+        block_share=min(64, block(share)) if hidden else block(share),
         block_terms=triton.next_power_of_2(max(1, terms)),
         block_pulls=triton.next_power_of_2(pulls),
+        team=team,
+        share=share,
         pairs=rule.window - 1 + length,
         size=size,
     )

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.pieces import Pieces, cut_into_pieces
+from atlas_lm.ops.host import to_device
+from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
 from atlas_lm.ops.segments import Inputs, Outer, finish, prepare
 from atlas_lm.ops.state import MemoryState, Tokens
 from atlas_lm.ops.triton.additive import ADDITIVE
@@ -16,7 +17,7 @@ from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
 from atlas_lm.ops.triton.mixing import additive, stepping
 from atlas_lm.ops.triton.muon import MUON
 from atlas_lm.ops.triton.reads import Mixed, Plan, Run, Slow
-from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.ops.triton.sizes import Sizes, team_for
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Values, Weights
 
@@ -32,17 +33,14 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
     muon = rule.optimizer == "muon"
     mixed = stepping_of(inputs, pieces, rule) if muon else additive_of(inputs)
     terms = 0 if mixed.steps is None else mixed.steps.shape[-1]
-    sizes = sizes_of(rule, state.weights, q.shape[-1], tokens.v.shape[-1], pieces.width, terms)
+    team = team_of(rule, state.weights, q, tokens.v.shape[-1])
+    widths = q.shape[-1], tokens.v.shape[-1], pieces.width
+    sizes = sizes_of(rule, state.weights, *widths, terms, team)
     begun = Begun.of(pieces, state, outer, sizes)
-    marks = marks_of(pieces)
-    plan = Plan(
-        sizes,
-        by_head(marks, q.shape[0], sizes.heads).to(pieces.device),
-        tuple(marks.any(0).tolist()),
-        begun.own,
-        rule.ns_steps,
-        rule.ns_coefficients,
+    marks, marked = pieces.once(
+        ("marks", q.shape[0], sizes.heads), lambda: marks_of(pieces, q.shape[0], sizes.heads)
     )
+    plan = Plan(sizes, marks, marked, begun.own, rule.ns_steps, rule.ns_coefficients)
     flat = [x.flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)]
     y, weights, momentum, kept = Run.apply(
         MUON if muon else ADDITIVE, plan, *flat, *mixed, *slow_of(outer, sizes),
@@ -65,6 +63,23 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
     )
 
 
+def team_of(rule: Rule, weights: Weights, q: Tensor, d_v: int) -> int:
+    """Linear memories need not meet. Triton's interpreter runs one program after the other, where
+    those that meet would wait forever."""
+    memories = q.shape[0] * q.shape[2]
+    if rule.network == "linear":
+        return team_for(d_v, 16, memories, processors(q.device))
+    if q.device.type != "cuda":
+        return 1
+    return team_for(weights["w2"].shape[-2], 32, memories, processors(q.device))
+
+
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def additive_of(inputs: Inputs) -> Mixed:
     """The gates of gd and momentum as mixing matrices."""
     made, count = additive(*Flat.of(inputs)), inputs.alpha.shape[0]
@@ -81,15 +96,12 @@ def stepping_of(inputs: Inputs, pieces: Pieces, rule: Rule) -> Mixed:
     """The gates of muon as mixing matrices."""
     alpha, eta, theta, gamma, filled = Flat.of(inputs)
     assert theta is not None
-    points, live = stride_points(pieces, rule.stride)
     batch, heads = inputs.alpha.shape[1:3]
-    points, live = (
-        x.expand(batch, -1, -1).permute(1, 0, 2).repeat_interleave(heads, 1).flatten(0, 1)
-        for x in (points, live)
+    points, live = pieces.once(
+        ("strides", rule.stride, batch, heads),
+        lambda: stride_points(pieces, rule.stride, batch, heads),
     )
-    device = inputs.alpha.device
-    points, live, inside = points.to(device), live.to(device), rule.eta_inside
-    made = stepping(alpha, eta, theta, gamma, filled, points, live, inside)
+    made = stepping(alpha, eta, theta, gamma, filled, points, live, rule.eta_inside)
     kept, steps, push_kept, push = (x.unflatten(0, (inputs.alpha.shape[0], -1)) for x in made)
     return Mixed(kept, steps, None, push_kept, push)
 
@@ -117,13 +129,18 @@ class Flat(NamedTuple):
         )
 
 
-def stride_points(pieces: Pieces, stride: int) -> tuple[Tensor, Tensor]:
-    """`[r n m]`: the slots at which muon steps, and whether there are that many."""
+def stride_points(pieces: Pieces, stride: int, batch: int, heads: int) -> tuple[Tensor, Tensor]:
+    """`[n*b*h m]`: the slots at which muon steps, and whether there are that many."""
     first = (-pieces.start - 1) % stride
     most = (pieces.length - first + stride - 1).clamp(min=0) // stride
     slots = first[..., None] + stride * torch.arange(int(most.max()))
     live = slots < pieces.length[..., None]
-    return torch.where(live, slots, 0), live
+
+    def flat(x: Tensor) -> Tensor:
+        x = x.expand(batch, -1, -1).permute(1, 0, 2).repeat_interleave(heads, 1)
+        return to_device(x.flatten(0, 1), pieces.device)
+
+    return flat(torch.where(live, slots, 0)), flat(live)
 
 
 def slow_of(outer: Outer, sizes: Sizes) -> Slow:
@@ -156,27 +173,29 @@ class Begun(NamedTuple):
         momentum = None
         if state.momentum:
             momentum = rows(flatten(state.momentum, sizes), torch.zeros_like(initial))
-        own = bool(((pieces.start[:, 0] % pieces.chunk != 0) & (pieces.length[:, 0] > 0)).any())
+        own = pieces.once("own", lambda: begins_inside(pieces))
         anchor = rows(flatten(state.anchor, sizes), initial) if own else weights
         return cls(weights, momentum, anchor, own, initial)
 
 
-def marks_of(pieces: Pieces) -> Tensor:
-    """`[r n]`: what is done before each piece: 1, begin a document; 2, keep the weights as anchor.
+def begins_inside(pieces: Pieces) -> bool:
+    """Some row begins in the middle of a chunk."""
+    inside = pieces.start[:, 0] % pieces.chunk != 0
+    return bool((inside & (pieces.length[:, 0] > 0)).any())
 
-    The first piece needs neither: its state is made before.
+
+def marks_of(pieces: Pieces, batch: int, heads: int) -> tuple[Tensor, tuple[bool, ...]]:
+    """`[n b*h]`: what is done before each piece: 1, begin a document; 2, keep the weights as
+    anchor; and whether any row has a mark. The first piece needs neither: its state is made before.
     """
     begins = pieces.fresh.clone()
     begins[:, 0] = False
     number, open_ = open_chunks(pieces)
     keeps = torch.zeros_like(begins)
     keeps[torch.arange(len(number)), number] = open_ & (number > 0)
-    return begins.int() + 2 * keeps.int()
-
-
-def by_head(rows: Tensor, batch: int, heads: int) -> Tensor:
-    """`[r n] -> [n b*h]`"""
-    return rows.expand(batch, -1).t().repeat_interleave(heads, 1).contiguous()
+    marks = begins.int() + 2 * keeps.int()
+    by_head = marks.expand(batch, -1).t().repeat_interleave(heads, 1).contiguous()
+    return to_device(by_head, pieces.device), tuple(marks.any(0).tolist())
 
 
 def open_chunks(pieces: Pieces) -> tuple[Tensor, Tensor]:
@@ -189,15 +208,21 @@ def open_chunks(pieces: Pieces) -> tuple[Tensor, Tensor]:
 
 def last_anchor(pieces: Pieces, begun: Begun, weights, kept, sizes: Sizes) -> Tensor:
     """Where the gradients of the next token are taken."""
+    from_kept, from_begun = pieces.once("last_anchor", lambda: anchors_from(pieces))
+    for rows, chosen in ((from_kept, kept), (from_begun, begun.anchor)):
+        if rows.all:
+            return chosen
+        if not rows.none:
+            flags = rows.rows.expand(weights.shape[0] // sizes.heads)
+            flags = flags.repeat_interleave(sizes.heads)[:, None]
+            weights = torch.where(flags, chosen, weights)
+    return weights
+
+
+def anchors_from(pieces: Pieces) -> tuple[Flags, Flags]:
+    """Rows whose last anchor is the one kept on the way, and the one they came with."""
     number, open_ = open_chunks(pieces)
     unread = ~(pieces.length > 0).any(1)
-    for rows, chosen in (
-        ((open_ & (number > 0)), kept),
-        ((open_ & (number == 0)) | unread, begun.anchor),
-    ):
-        if rows.all():
-            return chosen
-        if rows.any():
-            flags = rows.expand(weights.shape[0] // sizes.heads).repeat_interleave(sizes.heads)
-            weights = torch.where(flags.to(weights.device)[:, None], chosen, weights)
-    return weights
+    rows = torch.stack([open_ & (number > 0), (open_ & (number == 0)) | unread], 1)
+    kept, begun = Flags.by_piece(rows, pieces.device)
+    return kept, begun

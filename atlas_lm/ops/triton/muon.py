@@ -24,12 +24,14 @@ from atlas_lm.ops.triton.newton_schulz import (
 from atlas_lm.ops.triton.reads import (
     Backward,
     Factors,
+    Meeting,
     Mixed,
     Plan,
     ReadGradients,
     Tables,
     Way,
     Written,
+    backward_warps,
     constants,
 )
 from atlas_lm.ops.triton.sizes import Sizes
@@ -60,7 +62,8 @@ class Segment:
     def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
-        self.constants = constants(plan, k)
+        self.constants, self.meeting = constants(plan, k), Meeting.of(plan)
+        self.meetings = 2 if s.tail else 1
         self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
@@ -103,9 +106,10 @@ class Segment:
         plan, s, t = self.plan, self.plan.sizes, self.tables
         z, factors, here = plan.rows_and_heads, self.factors[n], self.mixed[n]
         launch(
-            factors_kernel, (z,),
+            factors_kernel, (z * s.team,),
             self.k[n], self.v[n], self.anchors[n], t.gain, t.residual, *factors, self.phi[n],
-            t.left, t.right, t.scale, s.heads, **self.constants,
+            t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
+            **self.constants,
         )  # fmt: skip
         for momenta, out in zip(self.sources[n], self.steps_to[n], strict=True):
             momentum_steps(momenta, s.size, plan.steps, plan.coefficients, out)
@@ -162,7 +166,9 @@ class Sums(NamedTuple):
     carry: Tensor
     """`[n z blocks 2]`: of the last push_kept, and of the last kept."""
     dk: Tensor
-    """float32, like the keys."""
+    """`[n team z p k]`, float32"""
+    push: Tensor
+    """`[n team z j p]`"""
 
 
 class MuonBackward(Backward):
@@ -177,7 +183,8 @@ class MuonBackward(Backward):
         sums = Sums(
             steps=torch.empty(count, 2, len(places(s)), z, s.terms, **wide),
             carry=torch.empty(count, z, triton.cdiv(s.size, BLOCK), 2, **wide),
-            dk=torch.empty(count, *self.k.shape[1:], **wide),
+            dk=torch.empty(count, s.team, *self.k.shape[1:], **wide),
+            push=torch.empty(count, s.team, z, s.pulls, s.pairs, **wide),
         )
         self._pieces(part, segment, found, sums)
         self._leave(part, sums)
@@ -191,11 +198,9 @@ class MuonBackward(Backward):
         g_weights = from_place(self.g_weights[None], s)[0]
         reads, last = from_place(found.terms, s), here.steps[:, :, -1].contiguous().unbind(0)
         rest = [x.unbind(0) for x in (found.states, *sums, self.dv[part])]
-        d_push = self.d_mixed.at(part).push
-        assert d_push is not None
-        d_pushes = d_push.unbind(0)
+        meeting = Meeting.of(self.plan)
         for n in reversed(range(len(segment.k))):
-            d_state, of_steps, of_carry, dk, dv = (x[n] for x in rest)
+            d_state, of_steps, of_carry, dk, d_push, dv = (x[n] for x in rest)
             for i, momenta in enumerate(segment.sources[n]):
                 grads = StepGradients(reads[n][i], last[n], g_weights[i])
                 out = pushed[i], of_steps[0, i], of_steps[1, i]
@@ -203,7 +208,7 @@ class MuonBackward(Backward):
                     momenta, s.size, self.plan.steps, self.plan.coefficients, grads, *out
                 )
             self._through_carry(segment, n, d_state, pushes, of_carry)
-            self._through_factors(segment, n, pushes, dk, dv, d_pushes[n])
+            self._through_factors(segment, n, pushes, dk, dv, d_push, meeting)
             self._begin(part.start + n)
 
     def _begin(self, number: int) -> None:
@@ -226,29 +231,33 @@ class MuonBackward(Backward):
             BLOCK=BLOCK, S=segment.constants["S"],
         )  # fmt: skip
 
-    def _through_factors(self, segment: Segment, n: int, pushes: Tensor, dk, dv, d_push):
-        plan, t, k = self.plan, self.tables, segment.k[n]
+    def _through_factors(self, segment: Segment, n: int, pushes, dk, dv, d_push, meeting: Meeting):
+        plan, t, k, z = self.plan, self.tables, segment.k[n], self.plan.rows_and_heads
+        number = (len(segment.k) - 1 - n) * segment.meetings + 1
         d_anchor = self.g_anchor if segment.own else self.g_weights
         launch(
-            factors_backward_kernel, (plan.rows_and_heads,),
+            factors_backward_kernel, (z * plan.sizes.team,),
             k, segment.v[n], segment.anchors[n], d_anchor, t.gain, t.residual,
             *segment.factors[n], pushes, segment.mixed[n].push, dk, dv, d_push,
             self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
-            plan.sizes.heads, **segment.constants,
+            *meeting, number, z, plan.sizes.heads,
+            warps=backward_warps(plan.sizes), **segment.constants,
         )  # fmt: skip
 
     def _leave(self, part: slice, sums: Sums) -> None:
         """What the pieces left, to where it belongs."""
-        d_kept, d_steps, _, d_push_kept, _ = self.d_mixed.at(part)
+        d_kept, d_steps, _, d_push_kept, d_push = self.d_mixed.at(part)
         assert d_steps is not None
         assert d_push_kept is not None
+        assert d_push is not None
         of_last, of_kept = sums.steps.sum(2).unbind(1)
         of_carry = sums.carry.sum(2)
         d_steps[:, :, -1] += of_last
         d_push_kept[:, :, :-1] = of_kept
         d_push_kept[:, :, -1] = of_carry[..., 0]
         d_kept[:, :, -1] += of_carry[..., 1]
-        self.dk[part] = sums.dk
+        d_push.copy_(sums.push.sum(1))
+        self.dk[part] = sums.dk.sum(1)
 
 
 MUON = Way(write, MuonBackward)

@@ -32,26 +32,32 @@ def keep_features(k, phi, rows, height, left, right, scale, S: tl.constexpr):
 @triton.jit
 def some_factors(
     k, v, anchor, gain, residual, u1, h, u2, u3, phi, rows, height, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
+    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Pairs `rows` below `height`: the factors of their gradients, written out."""
     if S.network == 0:
-        linear_factors(k, v, anchor, u1, rows, height, left, right, scale, S, DOT)
+        F: tl.constexpr = S.block_share
+        vs = member * S.share + tl.arange(0, F)
+        linear_factors(k, v, anchor, u1, rows, vs, height, left, right, scale, S, DOT)
     else:
         deep_factors(
-            k, v, anchor, gain, residual, u1, h, u2, u3, rows, height, left, right, scale, S, DOT
-        )
-    if S.features != S.d_k:
-        keep_features(k, phi, rows, height, left, right, scale, S)
+            k, v, anchor, gain, residual, u1, h, u2, u3, rows, height, left, right, scale,
+            room, arrived, meeting, member, S, DOT,
+        )  # fmt: skip
+    if S.features != S.d_k:  # noqa: SIM102 (a constant and a running value)
+        if member == 0:
+            keep_features(k, phi, rows, height, left, right, scale, S)
 
 
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit(do_not_specialize=["heads", "meeting"])
 def factors_kernel(
-    k, v, anchor, gain, residual, u1, h, u2, u3, phi, left, right, scale, heads,
-    S: tl.constexpr, DOT: tl.constexpr,
+    k, v, anchor, gain, residual, u1, h, u2, u3, phi, left, right, scale, room, arrived, meeting,
+    heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one piece, one row and head a program."""
-    z = tl.program_id(0).to(tl.int64)
+    """The pairs of one piece, one row and head a team. `meeting`: its first in this launch."""
+    z = (tl.program_id(0) // S.team).to(tl.int64)
+    member = tl.program_id(0) % S.team
+    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
     head = z % heads
     pairs = z * S.pairs
     LENGTH: tl.constexpr = S.block_length
@@ -64,12 +70,12 @@ def factors_kernel(
     phi += pairs * S.pitch
     some_factors(
         k, v, anchor, gain, residual, u1, h, u2, u3, phi, S.tail + tl.arange(0, LENGTH), S.pairs,
-        left, right, scale, S, DOT,
+        left, right, scale, room, arrived, meeting, member, S, DOT,
     )  # fmt: skip
     if S.tail > 0:
         some_factors(
             k, v, anchor, gain, residual, u1, h, u2, u3, phi, tl.arange(0, TAIL), S.tail,
-            left, right, scale, S, DOT,
+            left, right, scale, room, arrived, meeting + 1, member, S, DOT,
         )  # fmt: skip
 
 
@@ -217,21 +223,22 @@ def to_first_matrix(
 @triton.jit
 def some_factors_backward(
     k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-    d_gain, degrees, scratch, rows, height, left, right, scale,
+    d_gain, degrees, scratch, rows, height, left, right, scale, room, arrived, meeting, member,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Pairs `rows` below `height`: from the matrices they were pushed into, to what they saw."""
     V: tl.constexpr = S.block_v
     K: tl.constexpr = S.block_k
-    F: tl.constexpr = S.block_f
-    HIDDEN: tl.constexpr = S.hidden
+    F: tl.constexpr = S.block_share
+    SHARE: tl.constexpr = S.share
     PULLS: tl.constexpr = S.block_pulls
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
-    vs, ks = tl.arange(0, V), tl.arange(0, K)
+    ks = tl.arange(0, K)
     grad_k = tl.zeros((rows.shape[0], K), tl.float32)
     grad_pulls = tl.zeros((rows.shape[0], PULLS), tl.float32)
     if S.network == 0:
+        vs = member * SHARE + tl.arange(0, F)
         du, grad_k, grad_pulls, degrees = through_sums(
             k, u1, u1, pushes, pulls, grad_k, grad_pulls, degrees, rows, vs, height,
             left, right, scale, S, DOT,
@@ -243,14 +250,15 @@ def some_factors_backward(
                 S.d_v, S, DOT,
             )  # fmt: skip
     else:
+        vs = tl.arange(0, V)
         do, grad_k, grad_pulls, degrees = through_branch(
             k, v, anchor, gain, residual, u1, h, u2, u3, u1, h, u2, u3, pushes, pulls, scratch,
             grad_k, dv, d_gain, grad_pulls, degrees, rows, vs, ks, height, left, right, scale,
-            S, DOT,
+            room, arrived, meeting, member, S, DOT,
         )  # fmt: skip
         tl.debug_barrier()
-        for start in range(0, HIDDEN, F):
-            hs = start + tl.arange(0, F)
+        for start in range(0, SHARE, F):
+            hs = member * SHARE + start + tl.arange(0, F)
             grad, dz, d_value = through_hidden(
                 do, k, anchor, u1, h, scratch, rows, vs, hs, height, left, right, scale, S, DOT
             )
@@ -269,13 +277,21 @@ def some_factors_backward(
     return degrees
 
 
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit(do_not_specialize=["heads", "meeting", "rows_and_heads"])
 def factors_backward_kernel(
     k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-    d_gain, d_degrees, scratch, left, right, scale, heads, S: tl.constexpr, DOT: tl.constexpr,
+    d_gain, d_degrees, scratch, left, right, scale, room, arrived, meeting, rows_and_heads, heads,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one piece, one row and head a program; adds to the gradient of the anchor."""
-    z = tl.program_id(0).to(tl.int64)
+    """The pairs of one piece, one row and head a team; adds to the gradient of the anchor.
+
+    dk, d_pulls, d_degrees: a share of a sum for each member of the team.
+    """
+    z = (tl.program_id(0) // S.team).to(tl.int64)
+    member = tl.program_id(0) % S.team
+    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
+    whole = member.to(tl.int64) * rows_and_heads * S.pairs
+    dk, d_pulls = dk + whole * S.d_k, d_pulls + whole * S.pulls
     head = z % heads
     pairs, wide, deep = z * S.pairs, z * S.pairs * S.d_v, z * S.pairs * S.hidden
     LENGTH: tl.constexpr = S.block_length
@@ -287,19 +303,20 @@ def factors_backward_kernel(
     u1, h, u2, u3 = u1 + wide, h + deep, u2 + deep, u3 + deep
     pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
     d_pulls, d_gain = d_pulls + pairs * S.pulls, d_gain + z * S.d_v
-    scratch += 4 * deep
+    scratch += tl.program_id(0).to(tl.int64) * S.pairs * (4 * S.hidden + S.d_v)
     degrees = tl.zeros((4,), tl.float32)
     degrees = some_factors_backward(
         k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
         d_gain, degrees, scratch, S.tail + tl.arange(0, LENGTH), S.pairs, left, right, scale,
-        S, DOT,
+        room, arrived, meeting, member, S, DOT,
     )  # fmt: skip
     if S.tail > 0:
         tl.debug_barrier()
         degrees = some_factors_backward(
             k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-            d_gain, degrees, scratch, tl.arange(0, TAIL), S.tail, left, right, scale, S, DOT,
+            d_gain, degrees, scratch, tl.arange(0, TAIL), S.tail, left, right, scale,
+            room, arrived, meeting + 1, member, S, DOT,
         )  # fmt: skip
     if S.features != S.d_k:
-        at = d_degrees + z * 4 + tl.arange(0, 4)
+        at = d_degrees + tl.program_id(0) * 4 + tl.arange(0, 4)
         tl.store(at, tl.load(at) + degrees)

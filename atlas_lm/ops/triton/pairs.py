@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_slope, normalise, through_norm
+from atlas_lm.ops.triton.team import leave_part, meet, sum_of_parts
 from atlas_lm.ops.triton.tiles import dot, features, put, tile
 
 
@@ -52,13 +53,11 @@ def error_at_branch(o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, 
 
 @triton.jit
 def linear_factors(
-    k, v, anchor, u1, rows, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
+    k, v, anchor, u1, rows, vs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
 ):
-    """u of a linear memory, `W phi(k) - v`, or `-v` on the dot product."""
-    V: tl.constexpr = S.block_v
+    """u of a linear memory, `W phi(k) - v`, or `-v` on the dot product: `[rows, vs]`."""
     STEP: tl.constexpr = S.block_d
     D: tl.constexpr = S.features
-    vs = tl.arange(0, V)
     e = -tile(v, rows, vs, height, S.d_v).to(tl.float32)
     if S.objective == 0:
         for d in range(0, D, STEP):
@@ -89,23 +88,28 @@ def hidden_layer(
 @triton.jit
 def branch_errors(
     k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
+    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """u1, the gradient at the branch, `[rows, vs]`; written out too.
 
-    Also the hidden layer, for `hidden_factors`, where it is one block.
+    Also this member's share of the hidden layer, for `hidden_factors`, where it is one block.
     """
-    F: tl.constexpr = S.block_f
-    HIDDEN: tl.constexpr = S.hidden
+    F: tl.constexpr = S.block_share
+    SHARE: tl.constexpr = S.share
     o = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
     x = tl.zeros((rows.shape[0], F), tl.float32)
     to_z, gate = x, x
-    for start in range(0, HIDDEN, F):
-        hs = start + tl.arange(0, F)
+    for start in range(0, SHARE, F):
+        hs = member * SHARE + start + tl.arange(0, F)
         x, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
         o += dot(x, tl.trans(tile(anchor, vs, hs, S.d_v, S.hidden)), DOT)
+    if S.team > 1:
+        leave_part(o, room, meeting, member, rows, vs, height, 0, S)
+        meet(arrived, meeting, S)
+        o = sum_of_parts(room, meeting, rows, vs, height, 0, S)
     error, _, _, _ = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
-    put(u1, error, rows, vs, height, S.d_v)
+    if member == 0:
+        put(u1, error, rows, vs, height, S.d_v)
     return error, x, to_z, gate
 
 
@@ -115,7 +119,7 @@ def hidden_factors(
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """h, u2 and u3 of a block of the hidden layer, written out too."""
-    if S.hidden > S.block_f:
+    if S.share > S.block_share:
         x, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
     back = dot(error, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
     of_z, of_value = back * to_z, back * gate
@@ -129,18 +133,19 @@ def hidden_factors(
 @triton.jit
 def deep_factors(
     k, v, anchor, gain, residual, u1, h, u2, u3, rows, height, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
+    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """u1, h, u2 (and u3) of the pairs `rows`, written out."""
     V: tl.constexpr = S.block_v
-    F: tl.constexpr = S.block_f
-    HIDDEN: tl.constexpr = S.hidden
+    F: tl.constexpr = S.block_share
+    SHARE: tl.constexpr = S.share
     vs = tl.arange(0, V)
     error, x, to_z, gate = branch_errors(
-        k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale, S, DOT
-    )
-    for start in range(0, HIDDEN, F):
-        hs = start + tl.arange(0, F)
+        k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale,
+        room, arrived, meeting, member, S, DOT,
+    )  # fmt: skip
+    for start in range(0, SHARE, F):
+        hs = member * SHARE + start + tl.arange(0, F)
         hidden_factors(
             error, x, to_z, gate, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale,
             S, DOT,

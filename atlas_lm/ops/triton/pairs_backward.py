@@ -11,7 +11,16 @@ import triton.language as tl
 from atlas_lm.ops.triton.branch import gelu, gelu_bend, gelu_slope, through_norm
 from atlas_lm.ops.triton.pairs import error_at_branch, hidden_inputs
 from atlas_lm.ops.triton.reading_backward import only
-from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, put, tile
+from atlas_lm.ops.triton.team import leave_part, meet, sum_of_parts
+from atlas_lm.ops.triton.tiles import (
+    by_degree,
+    dot,
+    features,
+    features_backward,
+    put,
+    through_memory,
+    tile,
+)
 
 
 @triton.jit
@@ -70,8 +79,9 @@ def through_sums(
 
 @triton.jit
 def through_error(
-    up, o, k, v, dv, d_gain, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
-):
+    up, o, k, v, dv, d_gain, gain, residual, rows, vs, height, member,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """From the gradient of u1 to the branch o, the raw key's residual, the value and the gain."""
     u1, e, unit, size = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
     inside = (rows < height)[:, None]
@@ -92,22 +102,26 @@ def through_error(
             d_weight += tl.sum(de * unit, 0)
             to_unit += weight * de
         do = through_norm(to_unit, unit, size, vs, S.d_v) - to_size[:, None] * unit
-        at = d_gain + vs
-        tl.store(at, tl.load(at, mask=vs < S.d_v, other=0.0) + d_weight, mask=vs < S.d_v)
+        at, mine = d_gain + vs, (vs < S.d_v) & (member == 0)
+        tl.store(at, tl.load(at, mask=mine, other=0.0) + d_weight, mask=mine)
     elif S.objective == 1:
         do = tl.zeros_like(up)
-    put(dv, -de, rows, vs, height, S.d_v)
+    if member == 0:
+        put(dv, -de, rows, vs, height, S.d_v)
     return do, de
 
 
 @triton.jit
 def through_second_layer(
     k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
-    degrees, rows, vs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    degrees, rows, vs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back to u1 from everything made of it; writes what is known of h, z and the value."""
-    F: tl.constexpr = S.block_f
-    HIDDEN: tl.constexpr = S.hidden
+    """Back to u1 from everything made of it; writes what is known of h, z and the value.
+
+    Of one member's share of the hidden layer, as is what comes back.
+    """
+    F: tl.constexpr = S.block_share
+    SHARE: tl.constexpr = S.share
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
     W2: tl.constexpr = S.d_v * S.hidden
@@ -115,11 +129,11 @@ def through_second_layer(
     ROOM: tl.constexpr = S.pairs * S.hidden
     u = tile(u1, rows, vs, height, S.d_v)
     du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
-    if S.written:
-        du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
     o = tl.zeros_like(du)
-    for start in range(0, HIDDEN, F):
-        hs = start + tl.arange(0, F)
+    if S.written:
+        du += tile(d_u1, rows, vs, tl.where(member == 0, height, 0), S.d_v).to(tl.float32)
+    for start in range(0, SHARE, F):
+        hs = member * SHARE + start + tl.arange(0, F)
         w1 = tile(anchor, vs, hs, S.d_v, S.hidden)
         x = tile(h, rows, hs, height, S.hidden).to(tl.float32)
         o += dot(x, tl.trans(w1), DOT)
@@ -156,10 +170,10 @@ def through_second_layer(
             put(scratch + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
             d_back = d_back * value + of_u3 * gelu(z)
             dz = dz * value + of_u3 * back * gelu_slope(z)
-        du += dot(d_back, tl.trans(w1), DOT)
         put(scratch, dx, rows, hs, height, S.hidden)
         put(scratch + ROOM, dz, rows, hs, height, S.hidden)
-        put(scratch + 2 * ROOM, d_back, rows, hs, height, S.hidden)
+        d_back = through_memory(scratch + 2 * ROOM, d_back, rows, hs, height, S.hidden)
+        du += dot(d_back, tl.trans(w1), DOT)
     return du, o, dk, d_pulls, degrees
 
 
@@ -185,6 +199,9 @@ def through_hidden(
         d_value = tile(scratch + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
         dx *= value
     dz += dx * gelu_slope(z)
+    dz = through_memory(scratch + ROOM, dz, rows, hs, height, S.hidden)
+    if S.network == 2:
+        d_value = through_memory(scratch + 3 * ROOM, d_value, rows, hs, height, S.hidden)
     return grad, dz, d_value
 
 
@@ -192,28 +209,38 @@ def through_hidden(
 def through_branch(
     k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
     dk, dv, d_gain, d_pulls, degrees, rows, vs, ks, height, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
+    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Deep memories: back to the branch; the rest of the hidden layer waits in `scratch`."""
     du, o, dk, d_pulls, degrees = through_second_layer(
         k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
-        degrees, rows, vs, height, left, right, scale, S, DOT,
+        degrees, rows, vs, height, left, right, scale, member, S, DOT,
     )  # fmt: skip
-    do, de = through_error(du, o, k, v, dv, d_gain, gain, residual, rows, vs, height, S, DOT)
+    if S.team > 1:
+        leave_part(o, room, meeting, member, rows, vs, height, 0, S)
+        leave_part(du, room, meeting, member, rows, vs, height, 1, S)
+        meet(arrived, meeting, S)
+        o = sum_of_parts(room, meeting, rows, vs, height, 0, S)
+        du = sum_of_parts(room, meeting, rows, vs, height, 1, S)
+    do, de = through_error(
+        du, o, k, v, dv, d_gain, gain, residual, rows, vs, height, member, S, DOT
+    )
     if S.objective == 0:
+        de = tl.where(member == 0, de, 0.0)
         if S.d_k == S.d_v:
             dk += de
         else:
             dk += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
+    do = through_memory(scratch + 4 * S.pairs * S.hidden, do, rows, vs, height, S.d_v)
     return do, dk, d_pulls, degrees
 
 
 @triton.jit
-def begin_keys(dk, rows, ks, height, S: tl.constexpr):
-    """What reading left of the keys' gradient."""
+def begin_keys(dk, rows, ks, height, member, S: tl.constexpr):
+    """What reading left of the keys' gradient, for the first of a team."""
     grad = tl.zeros((rows.shape[0], ks.shape[0]), tl.float32)
     if S.written:
-        grad += tile(dk, rows, ks, height, S.d_k)
+        grad += tile(dk, rows, ks, tl.where(member == 0, height, 0), S.d_k)
     return grad
 
 

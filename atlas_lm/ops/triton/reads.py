@@ -135,14 +135,37 @@ class Written(NamedTuple):
 
 
 def constants(plan: Plan, like: Tensor) -> dict[str, Any]:
-    """How all kernels of memories are compiled.
+    """How all kernels of memories are compiled."""
+    s = plan.sizes
+    return {"S": s._replace(heads=0), "DOT": DOTS[like.dtype], "wgmma": takes_wgmma(s)}
 
-    Deep memories on polynomial features under gd and momentum do without wgmma: with it, Triton 3.6
+
+def takes_wgmma(sizes: Sizes) -> bool:
+    """Deep memories on polynomial features under gd and momentum do without: with it, Triton 3.6
     gives keys a gradient that is off by 0.26 (ptxas 12.8 and 13.0, not with their optimiser off).
     """
-    s = plan.sizes
-    risky = s.written and s.network != 0 and s.features != s.d_k
-    return {"S": s._replace(heads=0), "DOT": DOTS[like.dtype], "wgmma": not risky}
+    deep, polynomial = sizes.network != 0, sizes.features != sizes.d_k
+    return not (sizes.written and deep and polynomial)
+
+
+def backward_warps(sizes: Sizes) -> int:
+    """Of the gradients of writing: eight halve the registers that spill, where no product's result
+    goes into another one; polynomial features make it so."""
+    return 8 if sizes.network != 0 and sizes.features == sizes.d_k else 4
+
+
+class Meeting(NamedTuple):
+    """Where the programs that write a memory together meet (`team`)."""
+
+    room: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def of(cls, plan: Plan) -> Meeting:
+        s, z, device = plan.sizes, plan.rows_and_heads, plan.marks.device
+        rooms = 4 * s.team * s.pairs * s.d_v if s.team > 1 and s.network != 0 else 0
+        arrived = torch.zeros(z, dtype=torch.int32, device=device)
+        return cls(torch.empty(z, rooms, device=device), arrived)
 
 
 def either(x: Tensor | None, other: Tensor) -> Tensor:
@@ -168,7 +191,7 @@ class ReadGradients(NamedTuple):
     terms: Tensor
     factors: Factors
     dk: Tensor
-    """float32"""
+    """`[team n z p k]`, float32: the first holds what reading gives, the others nothing yet."""
 
 
 class Backward:
@@ -184,8 +207,8 @@ class Backward:
         self.d_gain = torch.zeros(count, z, s.d_v, **wide)
         self.d_gain_write = torch.zeros(z, s.d_v, **wide)
         self.d_degrees = torch.zeros(count, z, 8, **wide)
-        self.d_degrees_write = torch.zeros(z, 4, **wide)
-        self.scratch = torch.empty(z, 4 * s.pairs * max(1, s.hidden), **wide)
+        self.d_degrees_write = torch.zeros(z, s.team, 4, **wide)
+        self.scratch = torch.empty(z * s.team, s.pairs * (4 * s.hidden + s.d_v), **wide)
 
     def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
         """From the gradients of the state at the end."""
@@ -209,7 +232,7 @@ class Backward:
             states=d_states,
             terms=d_states if s.terms == 0 and s.written else torch.empty_like(written.terms),
             factors=Factors.room(k.shape[0], plan, k) if s.written else written.factors,
-            dk=torch.empty(k.shape, device=k.device),
+            dk=torch.empty(s.team, *k.shape, device=k.device),
         )
         branch = self.branch[part] if s.norm else self.branch
         launch(
@@ -235,7 +258,7 @@ class Backward:
                 d_residual = d_residual - residual_gradient(self.dv, self.k, s.heads)
         if slow.coefficients is not None:
             direct, through = self.d_degrees.sum(0).split(4, -1)
-            through = by_head(through + self.d_degrees_write, s.heads)[:, :3]
+            through = by_head(through + self.d_degrees_write.sum(1), s.heads)[:, :3]
             direct = by_head(direct, s.heads)[:, :3]
             d_coefficients = direct + through / (2 * slow.coefficients)
         return (
@@ -251,9 +274,9 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
-    """`[h v k]` from `[n b*h l v]` and `[n b*h l k]`."""
-    grad, raw = (x.unflatten(1, (-1, heads)).float() for x in (grad, raw))
-    return torch.einsum("nbhlv,nbhlk->hvk", grad, raw)
+    """`[h v k]` from `[n b*h l v]` and `[n b*h l k]`, each piece rounded, their sum not."""
+    products = grad.mT @ raw
+    return products.unflatten(1, (-1, heads)).sum((0, 1), dtype=torch.float32)
 
 
 class Run(torch.autograd.Function):

@@ -43,8 +43,14 @@ class Sizes(NamedTuple):
     block_v: int
     block_f: int
     block_d: int
+    block_share: int
+    """Of a share, what is computed at once."""
     block_terms: int
     block_pulls: int
+    team: int
+    """Programs that share the writing of one memory."""
+    share: int
+    """Of its hidden layer, or of a linear memory's values: what one of them has."""
     pairs: int
     """Those before the piece and its own. A field: Triton 3.8 makes a plain tuple of constants,
     without properties."""
@@ -62,3 +68,20 @@ def feature_block(d_k: int, features: int) -> int:
     if features == d_k:
         return block(d_k)
     return 64 if -features % 64 <= 16 else 32
+
+
+def team_for(outs: int, least: int, memories: int, processors: int) -> int:
+    """How many programs write a memory of `outs` hidden units together, each at least so many.
+
+    One a processor, or two where each still has much to do.
+    """
+    for team in (8, 4, 2):
+        share, programs = outs // team, memories * team
+        whole = share * team == outs and share == triton.next_power_of_2(share)
+        enough = least if programs <= processors else MUCH
+        if whole and share >= enough and programs <= 2 * processors:
+            return team
+    return 1
+
+
+MUCH = 128

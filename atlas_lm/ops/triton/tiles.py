@@ -26,6 +26,18 @@ def put(base, value, rows, columns, height, width):
 
 
 @triton.jit
+def through_memory(base, value, rows, columns, height, width):
+    """Write a tile and read it again, rounded to what `base` holds.
+
+    Triton gives a product whose result goes into another one fewer registers' worth of warps: all
+    of them along its rows, which for 64 rows and 8 warps means everything twice. Here a chain ends.
+    """
+    put(base, value, rows, columns, height, width)
+    tl.debug_barrier()
+    return tile(base, rows, columns, height, width)
+
+
+@triton.jit
 def monomials(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr, D: tl.constexpr):
     """Of features `columns`: which numbers of a key they multiply, their weight, both factors."""
     here = columns < D

@@ -1,7 +1,8 @@
 """Write pieces into memories, forward: gradients at the anchor, then new weights and momentum.
 
-One program walks through all pieces of a row and head, for gd and momentum. A tile of the state is
-visited once a piece: read, moved by the pairs, and written for the next piece.
+A program walks through all pieces of a row and head, for gd and momentum, with its share of the
+memory (`team`). A tile of the state is visited once a piece: read, moved by the pairs, and written
+for the next piece.
 """
 
 import triton
@@ -79,25 +80,28 @@ def write_first_layer(
 def write_deep(
     weights, momentum, states, entered, initial, anchors, k, v, anchor, gain, residual,
     u1, h, u2, u3, share, push, share_past, push_past, kept, carried, push_kept,
-    fresh, keep, ahead, on, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    fresh, keep, ahead, on, mine, past, left, right, scale, room, arrived, meeting, member,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A piece into an mlp or gated mlp, block by block of its hidden layer."""
     V: tl.constexpr = S.block_v
-    F: tl.constexpr = S.block_f
-    HIDDEN: tl.constexpr = S.hidden
+    F: tl.constexpr = S.block_share
+    SHARE: tl.constexpr = S.share
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     vs = tl.arange(0, V)
     e, h0, h1, h2 = branch_errors(
-        k, v, anchor, gain, residual, u1, mine, vs, S.pairs, left, right, scale, S, DOT
-    )
+        k, v, anchor, gain, residual, u1, mine, vs, S.pairs, left, right, scale,
+        room, arrived, meeting, member, S, DOT,
+    )  # fmt: skip
     e_past, p0, p1, p2 = e, h0, h1, h2
     if S.tail > 0:
         e_past, p0, p1, p2 = branch_errors(
-            k, v, anchor, gain, residual, u1, past, vs, S.tail, left, right, scale, S, DOT
-        )
-    for start in range(0, HIDDEN, F):
-        hs = start + tl.arange(0, F)
+            k, v, anchor, gain, residual, u1, past, vs, S.tail, left, right, scale,
+            room, arrived, meeting + 1, member, S, DOT,
+        )  # fmt: skip
+    for start in range(0, SHARE, F):
+        hs = member * SHARE + start + tl.arange(0, F)
         x, of_z, of_value = hidden_factors(
             e, h0, h1, h2, k, anchor, h, u2, u3, mine, vs, hs, S.pairs, left, right, scale, S, DOT
         )
@@ -130,15 +134,16 @@ def write_deep(
 def write_linear(
     weights, momentum, states, entered, initial, anchors, k, v, anchor,
     u1, share, push, share_past, push_past, kept, carried, push_kept,
-    fresh, keep, ahead, on, mine, past, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+    fresh, keep, ahead, on, mine, past, left, right, scale, member,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A piece into a linear memory."""
-    V: tl.constexpr = S.block_v
-    vs = tl.arange(0, V)
-    u = linear_factors(k, v, anchor, u1, mine, S.pairs, left, right, scale, S, DOT)
+    """A piece into a linear memory: some of its values."""
+    F: tl.constexpr = S.block_share
+    vs = member * S.share + tl.arange(0, F)
+    u = linear_factors(k, v, anchor, u1, mine, vs, S.pairs, left, right, scale, S, DOT)
     u_past = u
     if S.tail > 0:
-        u_past = linear_factors(k, v, anchor, u1, past, S.tail, left, right, scale, S, DOT)
+        u_past = linear_factors(k, v, anchor, u1, past, vs, S.tail, left, right, scale, S, DOT)
     write_first_layer(
         weights, momentum, states, entered, initial, anchors, k, u, u_past,
         share, push, share_past, push_past, kept, carried, push_kept, fresh, keep, ahead, on,
@@ -150,16 +155,21 @@ def write_linear(
 def write_kernel(
     k, v, share, push, kept, carried, push_kept, marks,
     weights, momentum, states, entered, own_anchor, initial, anchors, gain, residual,
-    u1, h, u2, u3, left, right, scale, pieces, marked, rows_and_heads, heads,
+    u1, h, u2, u3, left, right, scale, room, arrived, pieces, marked, rows_and_heads, heads,
     OWN: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one row and head, from state n to state n + 1 of weights and momentum.
+
+    `room`, `arrived`: where a team meets.
 
     KEEP: each of them, else only the last, in one place; the rounded ones are kept always.
     `own_anchor`: used for the first piece if OWN. `marked`: pieces of which the marks are known,
     those of later calls too.
     """
-    z = tl.program_id(0).to(tl.int64)
+    z = (tl.program_id(0) // S.team).to(tl.int64)
+    member = tl.program_id(0) % S.team
+    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
+    MEETINGS: tl.constexpr = 2 if S.tail > 0 else 1
     head = z % heads
     anchors += z * S.size
     initial += head * S.size
@@ -175,11 +185,13 @@ def write_kernel(
     for n in range(pieces):
         at = n * rows_and_heads + z
         size = at * S.size
-        wide = size if KEEP else z * S.size
+        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
+        # 0, which the compiler cannot know: else it makes every address before the loop and spills
+        still = (mark >> 2) * 16
+        wide = size if KEEP else z * S.size + still
         anchor = own_anchor + z * S.size if OWN else states + size
         pairs = at * S.pairs
         keys, values, us = k + pairs * S.d_k, v + pairs * S.d_v, u1 + pairs * S.d_v
-        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
         last = share + (at * S.length + LAST) * S.pairs
         now = tl.load(last + mine, mask=mine < S.pairs, other=0.0)
         now_past = tl.load(last + past, mask=past < S.tail, other=0.0)
@@ -191,16 +203,18 @@ def write_kernel(
         keep = tl.load(kept + at * S.length + LAST)
         if S.network == 0:
             write_linear(
-                weights + wide, momentum + wide, states + size, entered + size, initial,
-                anchors, keys, values, anchor, us, now, push_now, now_past, push_past, keep, carry,
-                push_keep, mark & 1, mark & 2, ahead, on, mine, past, left, right, scale, S, DOT,
+                weights + wide, momentum + wide, states + size, entered + size, initial + still,
+                anchors + still, keys, values, anchor, us, now, push_now, now_past, push_past,
+                keep, carry, push_keep, mark & 1, mark & 2, ahead, on, mine, past,
+                left, right, scale, member, S, DOT,
             )  # fmt: skip
         else:
             hidden = pairs * S.hidden
             write_deep(
-                weights + wide, momentum + wide, states + size, entered + size, initial,
-                anchors, keys, values, anchor, gain, residual, us, h + hidden, u2 + hidden,
+                weights + wide, momentum + wide, states + size, entered + size, initial + still,
+                anchors + still, keys, values, anchor, gain, residual, us, h + hidden, u2 + hidden,
                 u3 + hidden, now, push_now, now_past, push_past, keep, carry, push_keep,
-                mark & 1, mark & 2, ahead, on, mine, past, left, right, scale, S, DOT,
+                mark & 1, mark & 2, ahead, on, mine, past, left, right, scale,
+                room, arrived, n * MEETINGS + 1, member, S, DOT,
             )  # fmt: skip
         tl.debug_barrier()

@@ -99,15 +99,16 @@ def through_first_matrix(
 def both_branches(
     k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
     dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
+    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Back to the branches of the piece's own pairs and of those before it."""
     PULLS: tl.constexpr = S.block_pulls
-    grad_k, grad_past = begin_keys(dk, mine, ks, S.pairs, S), begin_keys(dk, past, ks, S.tail, S)
+    grad_k = begin_keys(dk, mine, ks, S.pairs, member, S)
+    grad_past = begin_keys(dk, past, ks, S.tail, member, S)
     do, grad_k, grad_pulls, degrees = through_branch(
         k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
         grad_k, dv, d_gain, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees, mine, vs, ks,
-        S.pairs, left, right, scale, S, DOT,
+        S.pairs, left, right, scale, room, arrived, meeting, member, S, DOT,
     )  # fmt: skip
     leave_pulls(grad_pulls, d_pulls, mine, S.pairs, S)
     do_past = do
@@ -115,7 +116,7 @@ def both_branches(
         do_past, grad_past, grad_pulls, degrees = through_branch(
             k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
             scratch, grad_past, dv, d_gain, tl.zeros((past.shape[0], PULLS), tl.float32), degrees,
-            past, vs, ks, S.tail, left, right, scale, S, DOT,
+            past, vs, ks, S.tail, left, right, scale, room, arrived, meeting + 1, member, S, DOT,
         )  # fmt: skip
         leave_pulls(grad_pulls, d_pulls, past, S.tail, S)
     return do, do_past, grad_k, grad_past, degrees
@@ -126,24 +127,26 @@ def deep_backward(
     k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
     dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
     weights, momenta, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
-    mine, past, left, right, scale, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+    mine, past, left, right, scale, room, arrived, meeting, member,
+    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = S.block_v
     K: tl.constexpr = S.block_k
-    F: tl.constexpr = S.block_f
-    HIDDEN: tl.constexpr = S.hidden
+    F: tl.constexpr = S.block_share
+    SHARE: tl.constexpr = S.share
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     vs, ks = tl.arange(0, V), tl.arange(0, K)
     do, do_past, grad_k, grad_past, degrees = both_branches(
         k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-        dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale, S, DOT,
+        dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale,
+        room, arrived, meeting, member, S, DOT,
     )  # fmt: skip
     c0 = tl.zeros((F,), tl.float32)
     c1, c2, b0, b1, b2 = c0, c0, 0.0, 0.0, 0.0
     tl.debug_barrier()
-    for start in range(0, HIDDEN, F):
-        hs = start + tl.arange(0, F)
+    for start in range(0, SHARE, F):
+        hs = member * SHARE + start + tl.arange(0, F)
         grad, dz, d_value = through_hidden(
             do, k, anchor, u1, h, scratch, mine, vs, hs, S.pairs, left, right, scale, S, DOT
         )
@@ -181,14 +184,15 @@ def deep_backward(
 def linear_backward(
     k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls,
     g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
-    kept, carried, push_kept, fresh, keep, degrees, mine, past, left, right, scale,
+    kept, carried, push_kept, fresh, keep, degrees, mine, past, left, right, scale, member,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    V: tl.constexpr = S.block_v
+    F: tl.constexpr = S.block_share
     K: tl.constexpr = S.block_k
     PULLS: tl.constexpr = S.block_pulls
-    vs, ks = tl.arange(0, V), tl.arange(0, K)
-    grad_k, grad_past = begin_keys(dk, mine, ks, S.pairs, S), begin_keys(dk, past, ks, S.tail, S)
+    vs, ks = member * S.share + tl.arange(0, F), tl.arange(0, K)
+    grad_k = begin_keys(dk, mine, ks, S.pairs, member, S)
+    grad_past = begin_keys(dk, past, ks, S.tail, member, S)
     du, grad_k, grad_pulls, degrees = through_sums(
         k, u1, d_u1, pushes, pulls, grad_k, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees,
         mine, vs, S.pairs, left, right, scale, S, DOT,
@@ -205,7 +209,7 @@ def linear_backward(
         leave_pulls(grad_pulls, d_pulls, past, S.tail, S)
     if S.objective == 1:
         du, du_past = tl.zeros_like(du), tl.zeros_like(du_past)
-    c0 = tl.zeros((V,), tl.float32)
+    c0 = tl.zeros((F,), tl.float32)
     tl.debug_barrier()
     grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
         du, du_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, weights,
@@ -223,11 +227,20 @@ def write_backward_kernel(
     gain, residual, u1, h, u2, u3, left, right, scale,
     d_state, d_entered, d_u1, d_h, d_u2, d_u3,
     g_weights, g_momentum, g_initial, g_anchors, pushes,
-    dk, dv, d_pulls, d_last, d_gain, d_degrees, scratch, pieces, rows_and_heads, heads,
-    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+    dk, dv, d_pulls, d_last, d_gain, d_degrees, scratch, room, arrived,
+    pieces, rows_and_heads, heads, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """All pieces of one row and head. `pushes`: g_weights and g_momentum, rounded."""
-    z = tl.program_id(0).to(tl.int64)
+    """All pieces of one row and head. `pushes`: g_weights and g_momentum, rounded.
+
+    dk, d_pulls, d_last, d_degrees: a share of a sum for each member of the team.
+    """
+    z = (tl.program_id(0) // S.team).to(tl.int64)
+    member = tl.program_id(0) % S.team
+    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
+    MEETINGS: tl.constexpr = 2 if S.tail > 0 else 1
+    whole = (member * pieces).to(tl.int64) * rows_and_heads
+    dk, d_pulls = dk + whole * S.pairs * S.d_k, d_pulls + whole * S.pairs * S.pulls
+    d_last, d_degrees = d_last + whole * 3, d_degrees + tl.program_id(0) * 4
     head = z % heads
     g_weights, g_momentum = g_weights + z * S.size, g_momentum + z * S.size
     g_initial, g_anchors = g_initial + z * S.size, g_anchors + z * S.size
@@ -235,7 +248,10 @@ def write_backward_kernel(
     gain += head * S.d_v
     residual += head * S.d_v * S.d_k
     scale += head * S.features
-    d_gain, scratch = d_gain + z * S.d_v, scratch + z * 4 * S.pairs * S.hidden
+    d_gain, scratch = (
+        d_gain + z * S.d_v,
+        scratch + tl.program_id(0).to(tl.int64) * S.pairs * (4 * S.hidden + S.d_v),
+    )
     LAST: tl.constexpr = S.length - 1
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
@@ -248,33 +264,36 @@ def write_backward_kernel(
         d_anchor = d_own_anchor + z * S.size if OWN else g_weights
         wide, pull = pairs * S.d_v, pairs * S.pulls
         mark = tl.load(marks + at)
+        # 0, which the compiler cannot know: else it makes every address before the loop and spills
+        still = (mark >> 2) * 16
         keep, carry, push_keep = tl.load(kept + at * S.length + LAST), 1.0, 1.0
         if S.terms > 0:
             carry, push_keep = tl.load(carried + at * S.length + LAST), tl.load(push_kept + at)
         if S.network == 0:
             d0, d1, d2, degrees = linear_backward(
-                k + pairs * S.d_k, anchor, d_anchor, u1 + wide, d_u1 + wide, pushes, pulls + pull,
-                dk + pairs * S.d_k, dv + wide, d_pulls + pull, g_weights, g_momentum, g_initial,
-                g_anchors, weights + size, momenta + size, d_state + size, d_entered + size,
+                k + pairs * S.d_k, anchor, d_anchor, u1 + wide, d_u1 + wide, pushes + still,
+                pulls + pull, dk + pairs * S.d_k, dv + wide, d_pulls + pull, g_weights + still,
+                g_momentum + still, g_initial + still, g_anchors + still, weights + size,
+                momenta + size, d_state + size, d_entered + size,
                 keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
-                left, right, scale, OWN, S, DOT,
+                left, right, scale, member, OWN, S, DOT,
             )  # fmt: skip
         else:
             deep = pairs * S.hidden
             d0, d1, d2, degrees = deep_backward(
                 k + pairs * S.d_k, v + wide, anchor, d_anchor, gain, residual,
                 u1 + wide, h + deep, u2 + deep, u3 + deep,
-                d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes, pulls + pull,
-                dk + pairs * S.d_k, dv + wide, d_pulls + pull, d_gain, scratch,
-                g_weights, g_momentum, g_initial, g_anchors,
+                d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes + still, pulls + pull,
+                dk + pairs * S.d_k, dv + wide, d_pulls + pull, d_gain, scratch + still,
+                g_weights + still, g_momentum + still, g_initial + still, g_anchors + still,
                 weights + size, momenta + size, d_state + size, d_entered + size,
                 keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
-                left, right, scale, OWN, S, DOT,
+                left, right, scale, room, arrived, back * MEETINGS + 1, member, OWN, S, DOT,
             )  # fmt: skip
         tl.store(d_last + at * 3, d0)
         tl.store(d_last + at * 3 + 1, d1)
         tl.store(d_last + at * 3 + 2, d2)
         tl.debug_barrier()
     if S.features != S.d_k:
-        at_degrees = d_degrees + z * 4 + tl.arange(0, 4)
+        at_degrees = d_degrees + tl.arange(0, 4)
         tl.store(at_degrees, tl.load(at_degrees) + degrees)
