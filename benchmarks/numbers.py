@@ -19,7 +19,6 @@ from benchmarks.speed import D_V, ROWS, Row, select
 
 RESULTS = Path(__file__).parent.parent / "results" / "kernels" / "numbers.json"
 SITUATIONS: dict[str, dict] = {
-    "one token": {"tokens": 1, "before": 0},
     "short of a chunk": {"tokens": 63, "before": 0},
     "a chunk": {"tokens": 64, "before": 0},
     "over a chunk": {"tokens": 65, "before": 0, "batch": 1, "heads": 1},
@@ -30,6 +29,7 @@ SITUATIONS: dict[str, dict] = {
     "carried to the end of a chunk": {"tokens": 51, "before": 77},
     "carried by a chunk": {"tokens": 130, "before": 64, "heads": 3},
     "carried, less than a window": {"tokens": 7, "before": 3},
+    "two tokens": {"tokens": 2, "before": 64},
     "packed": {"tokens": 203, "before": 77, "packed": True, "heads": 4},
     "packed, many rows": {"tokens": 150, "before": 0, "packed": True, "batch": 16, "heads": 8},
 }

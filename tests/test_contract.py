@@ -179,3 +179,21 @@ def test_nothing_is_tracked_that_was_not_asked_for(impl):
     y, state = example(SMALL["atlas"], 10).run(impl)
     assert not y.requires_grad
     assert not any(t.requires_grad for t in state.tensors().values())
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas"])
+@pytest.mark.parametrize("before", [6, 8])
+def test_gradients_of_a_state_that_comes_in(name, before):
+    """Inside a chunk its anchor gets a share; where a chunk begins, all goes to the weights."""
+    made = example(replace(RULES[name], chunk=4), 13, batch=1, heads=1, d_k=3, d_v=3, hidden=5)
+    _, state = made.cut(0, before).run()
+    found = {}
+    for impl in ("reference", "chunked"):
+        given = state.map(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()))
+        inputs = {n: t for n, t in given.tensors().items() if t.requires_grad}
+        y, _ = made.cut(before, 13).run(impl, given)
+        grads = torch.autograd.grad(y.square().sum(), inputs.values(), materialize_grads=True)
+        found[impl] = dict(zip(inputs, grads, strict=True))
+    for n, grad in found["reference"].items():
+        torch.testing.assert_close(found["chunked"][n], grad, rtol=1e-8, atol=1e-10, msg=n)
+    assert bool(found["reference"]["anchor.w1"].any()) is (before == 6)

@@ -1,5 +1,7 @@
 """What the host knows of tensors on a device, and cuts of a batch that layers share."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,7 +51,8 @@ def test_layers_share_a_cut():
     reset = torch.zeros(2, 10, dtype=torch.bool)
     assert cut() is cut()
     assert cut(reset) is cut(reset)
-    for other in ({"length": 9}, {"start": 1}, {"chunk": 5}, {"mask": ~reset}):
+    others: list[dict[str, Any]] = [{"length": 9}, {"start": 1}, {"chunk": 5}, {"mask": ~reset}]
+    for other in others:
         assert cut() is not cut(**other)
 
 

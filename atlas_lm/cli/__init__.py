@@ -1,4 +1,4 @@
-"""The command `atlas-lm`: texts read into memories, memories asked and looked at.
+"""The command `atlas-lm`: models trained, texts read into memories, memories asked and looked at.
 
 PyTorch is imported when a command runs, so that help comes at once.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -22,11 +22,16 @@ from atlas_lm.cli.generate import Generate
 from atlas_lm.cli.inspect import Inspect
 from atlas_lm.cli.read import Read
 from atlas_lm.cli.rebuild import Rebuild
+from atlas_lm.cli.report import Report
+from atlas_lm.cli.train import TrainHelp, parse_train
+
+if TYPE_CHECKING:
+    from atlas_lm.cli.recipe import RecipeRun
 
 DONE, MISTAKE, BROKEN_PIPE, INTERRUPTED = 0, 2, 141, 130
 TRACEBACK = "ATLAS_LM_TRACEBACK"
 
-DESCRIPTION = f"""Texts read into memories, memories asked and looked at.
+DESCRIPTION = f"""Models trained, texts read into memories, memories asked and looked at.
 `atlas-lm COMMAND --help` explains a command, `atlas-lm --version` tells the version.
 With {TRACEBACK}=1 in the environment, an error shows where in the code it came from."""
 
@@ -37,6 +42,8 @@ Command = (
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Rebuild, tyro.conf.subcommand("rebuild")]
     | Annotated[Data, tyro.conf.subcommand("data")]
+    | TrainHelp
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -75,11 +82,13 @@ def _run(args: list[str]) -> None:
         command.run()
 
 
-def _parsed(args: list[str]) -> Command | None:
+def _parsed(args: list[str]) -> Command | RecipeRun | None:
     """The command that was asked for; None if it was help, which is printed."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):
+            if args[0] == "train" and args[1:] and args[1] not in ("-h", "--help"):
+                return parse_train(args[1:])
             return tyro.cli(Command, prog="atlas-lm", description=DESCRIPTION, args=args)
     except SystemExit as stop:
         if not stop.code:

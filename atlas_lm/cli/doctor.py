@@ -136,9 +136,6 @@ class Choice:
     """Why it is not the kernels."""
 
 
-MANY_STEPS = "more than 16 muon steps a chunk: only by impl='triton'"
-
-
 def choices() -> Iterator[Choice]:
     """Of every rule on this machine, in a layer of the default shape, on bfloat16."""
     import torch
@@ -158,8 +155,8 @@ def choices() -> Iterator[Choice]:
             for width in (d_k, d_v)
         )
         reason = why_not(rule, q, v, weights)
-        if reason is None and not preferred(rule, q):
-            reason = MANY_STEPS if q.is_cuda else "the interpreter, which only checks them"
+        if reason is None and not preferred(q):
+            reason = "the interpreter, which only checks them"
         yield Choice(name, "triton" if reason is None else "chunked", reason)
 
 

@@ -20,7 +20,7 @@ from atlas_lm.ops.decay import decay, spread
 from atlas_lm.ops.features import features_of, kernel_of
 from atlas_lm.ops.muon import Muon
 from atlas_lm.ops.networks import Lin, add_residual, network_of
-from atlas_lm.ops.pieces import cut_into_pieces
+from atlas_lm.ops.pieces import Pieces, cut_into_pieces
 from atlas_lm.ops.segments import (
     Carry,
     Form,
@@ -46,13 +46,19 @@ def memorize_chunked(
         state.position, tokens.q.shape[1], tokens.mask, tokens.reset, rule.chunk, rule.window
     )
     inputs = prepare(pieces, state, tokens)
-    carry = Carry(state.weights, state.anchor, state.momentum)
+    carry = Carry(state.weights, opened(pieces, state), state.momentum)
     if rule.optimizer == "muon":
         form, groups = Muon(rule, pieces, product), Groups(size=1, kept=1)
     else:
         form, groups = Additive(rule, pieces, product), plan_groups(inputs, state.weights)
     y, carry = run(form, inputs, carry, outer, groups, closed)
     return pieces.join(y), finish(pieces, state, tokens, **carry._asdict())
+
+
+def opened(pieces: Pieces, state: MemoryState) -> Weights:
+    """The anchor; at the beginning of a chunk it is the weights, which then get its gradient."""
+    flags = pieces.opens_chunk[0]
+    return {n: flags.select(w, state.anchor[n]) for n, w in state.weights.items()}
 
 
 class Mixing(NamedTuple):

@@ -101,11 +101,6 @@ def why_not_card(device: torch.device) -> str | None:
     return assembler.trouble() if capability[0] == 9 else None
 
 
-def preferred(rule: Rule, q: Tensor) -> bool:
-    """Whether kernels, where they can run, are the better way: in bfloat16, beyond one token.
-
-    Not for muon with very many steps a chunk: there the gradient of the retention is off by 2.2
-    times what the chunked form is off by, and 2 is what we allow.
-    """
-    many = rule.optimizer == "muon" and rule.chunk > 16 * rule.stride
-    return q.is_cuda and q.dtype == torch.bfloat16 and q.shape[1] > 1 and not many
+def preferred(q: Tensor) -> bool:
+    """Whether kernels, where they can run, are the better way: in bfloat16, beyond one token."""
+    return q.is_cuda and q.dtype == torch.bfloat16 and q.shape[1] > 1

@@ -89,7 +89,7 @@ def memorize(
 def _by_kernels(impl: Impl, rule: Rule, q: Tensor, v: Tensor, weights: Weights) -> bool:
     if impl != "auto":
         return impl == "triton"
-    return preferred(rule, q) and why_not(rule, q, v, weights) is None
+    return preferred(q) and why_not(rule, q, v, weights) is None
 
 
 def _kernels(rule: Rule):

@@ -71,6 +71,8 @@ class Pieces:
     chunk: int
     window: int
     device: torch.device
+    slots: int | None = None
+    """Of a piece, where more are wanted than its longest needs."""
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -85,7 +87,7 @@ class Pieces:
 
     @cached_property
     def width(self) -> int:
-        return max(int(self.length.max()), 1)
+        return self.slots or max(int(self.length.max()), 1)
 
     @cached_property
     def whole(self) -> bool:
@@ -219,16 +221,18 @@ def cut_into_pieces(
     reset: TokenFlag | None,
     chunk: int,
     window: int = 1,
+    slots: int | None = None,
 ) -> Pieces:
     """Cut the tokens of each row, after `position` of them, where the row's own chunks begin."""
     start = on_host(position)
     flags = mask, reset
     versions = tuple(0 if x is None or x.is_inference() else x._version for x in flags)
-    key = tuple(start.tolist()), length, chunk, window, position.device, versions
+    key = tuple(start.tolist()), length, chunk, window, slots, position.device, versions
     for known, (known_mask, known_reset), pieces in _recent:
         if known == key and known_mask is mask and known_reset is reset:
             return pieces
-    common = {"mask": mask, "chunk": chunk, "window": window, "device": position.device}
+    common: dict = {"mask": mask, "chunk": chunk, "window": window, "slots": slots}
+    common["device"] = position.device
     if mask is None and reset is None and bool((start == start[0]).all()):
         pieces = Pieces(**_cut_alike(int(start[0]), length, chunk), **common, alike=True)
     else:

@@ -174,8 +174,9 @@ def begin_rows(flags: Flags, fresh: Weights | None, current: Weights) -> Weights
     """Initial weights, or zeros, in the rows that begin a document."""
     if flags.none:
         return current
+    # a copy: a state must not be a view of what an optimiser moves
     new = {
-        n: torch.zeros_like(x) if fresh is None else fresh[n].expand_as(x)
+        n: torch.zeros_like(x) if fresh is None else fresh[n].expand_as(x).clone()
         for n, x in current.items()
     }
     return {n: flags.select(new[n], x) for n, x in current.items()}

@@ -26,8 +26,8 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
     """q, k, v in the dtype whose products are asked for; gates, weights and state in float32."""
     rule, q = state.rule, tokens.q
     pieces = cut_into_pieces(
-        state.position, q.shape[1], tokens.mask, tokens.reset, rule.chunk, rule.window
-    )
+        state.position, q.shape[1], tokens.mask, tokens.reset, rule.chunk, rule.window, rule.chunk
+    )  # slots for a whole chunk: another length would be another compilation
     window = replace(state, keys=state.keys.to(q.dtype), values=state.values.to(q.dtype))
     inputs = prepare(pieces, window, tokens)
     muon = rule.optimizer == "muon"

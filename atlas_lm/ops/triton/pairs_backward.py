@@ -112,6 +112,32 @@ def through_error(
 
 
 @triton.jit
+def through_first_sums(
+    k, u2, u3, of_u2, of_u3, pushes, pulls, dk, d_pulls, degrees, rows, hs, height,
+    left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Back to u2, u3 and the keys from the matrices that u2 phi^T and u3 phi^T were pushed into."""
+    D: tl.constexpr = S.features
+    STEP: tl.constexpr = S.block_d
+    W2: tl.constexpr = S.d_v * S.hidden
+    W3: tl.constexpr = W2 + S.hidden * S.pitch
+    for d in range(0, D, STEP):
+        ds = d + tl.arange(0, STEP)
+        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+        of_u2, df, d_pulls = pulled(
+            tile(u2, rows, hs, height, S.hidden), f, of_u2, tl.zeros_like(f), d_pulls,
+            pushes + W2, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
+        )  # fmt: skip
+        if S.network == 2:
+            of_u3, df, d_pulls = pulled(
+                tile(u3, rows, hs, height, S.hidden), f, of_u3, df, d_pulls,
+                pushes + W3, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
+            )  # fmt: skip
+        dk, degrees = to_keys(df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT)
+    return of_u2, of_u3, dk, d_pulls, degrees
+
+
+@triton.jit
 def through_second_layer(
     k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
     degrees, rows, vs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
@@ -122,8 +148,6 @@ def through_second_layer(
     """
     F: tl.constexpr = S.block_share
     SHARE: tl.constexpr = S.share
-    D: tl.constexpr = S.features
-    STEP: tl.constexpr = S.block_d
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
@@ -146,21 +170,10 @@ def through_second_layer(
         du, dx, d_pulls = pulled(
             u, x, du, dx, d_pulls, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT
         )
-        for d in range(0, D, STEP):
-            ds = d + tl.arange(0, STEP)
-            f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-            of_u2, df, d_pulls = pulled(
-                tile(u2, rows, hs, height, S.hidden), f, of_u2, tl.zeros_like(f), d_pulls,
-                pushes + W2, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
-            )  # fmt: skip
-            if S.network == 2:
-                of_u3, df, d_pulls = pulled(
-                    tile(u3, rows, hs, height, S.hidden), f, of_u3, df, d_pulls,
-                    pushes + W3, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
-                )  # fmt: skip
-            dk, degrees = to_keys(
-                df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT
-            )
+        of_u2, of_u3, dk, d_pulls, degrees = through_first_sums(
+            k, u2, u3, of_u2, of_u3, pushes, pulls, dk, d_pulls, degrees, rows, hs, height,
+            left, right, scale, S, DOT,
+        )  # fmt: skip
         z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
         back = dot(u, w1, DOT)
         d_back = of_u2 * gelu_slope(z)

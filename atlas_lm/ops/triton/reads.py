@@ -274,9 +274,13 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
-    """`[h v k]` from `[n b*h l v]` and `[n b*h l k]`, each piece rounded, their sum not."""
-    products = grad.mT @ raw
-    return products.unflatten(1, (-1, heads)).sum((0, 1), dtype=torch.float32)
+    """`[h v k]` from `[n b*h l v]` and `[n b*h l k]`, in float32."""
+    count, (left, right) = grad.shape[0], (x.flatten(0, 1) for x in (grad.mT, raw))
+    if left.is_cuda:
+        products = torch.bmm(left, right, out_dtype=torch.float32)
+    else:
+        products = left.float() @ right.float()
+    return products.unflatten(0, (count, -1, heads)).sum((0, 1))
 
 
 class Run(torch.autograd.Function):

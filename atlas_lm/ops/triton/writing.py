@@ -151,6 +151,30 @@ def write_linear(
     )  # fmt: skip
 
 
+@triton.jit
+def last_kept(kept, carried, push_kept, at, S: tl.constexpr):
+    """Of the state before a piece, in that after it: weights, momentum in weights, momentum."""
+    LAST: tl.constexpr = S.length - 1
+    keep, carry, push_keep = tl.load(kept + at * S.length + LAST), 1.0, 1.0
+    if S.terms > 0:
+        carry, push_keep = tl.load(carried + at * S.length + LAST), tl.load(push_kept + at)
+    return keep, carry, push_keep
+
+
+@triton.jit
+def last_shares(share, push, at, mine, past, S: tl.constexpr):
+    """Of the pairs of a piece, in the weights and the momentum after it: its own, those before."""
+    LAST: tl.constexpr = S.length - 1
+    last, pairs = share + (at * S.length + LAST) * S.pairs, at * S.pairs
+    now = tl.load(last + mine, mask=mine < S.pairs, other=0.0)
+    now_past = tl.load(last + past, mask=past < S.tail, other=0.0)
+    push_now, push_past = now, now_past
+    if S.terms > 0:
+        push_now = tl.load(push + pairs + mine, mask=mine < S.pairs, other=0.0)
+        push_past = tl.load(push + pairs + past, mask=past < S.tail, other=0.0)
+    return now, push_now, now_past, push_past
+
+
 @triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads", "heads"])
 def write_kernel(
     k, v, share, push, kept, carried, push_kept, marks,
@@ -178,7 +202,6 @@ def write_kernel(
     scale += head * S.features
     ahead = rows_and_heads.to(tl.int64) * S.size
     on = ahead if KEEP else ahead * 0
-    LAST: tl.constexpr = S.length - 1
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
@@ -192,15 +215,8 @@ def write_kernel(
         anchor = own_anchor + z * S.size if OWN else states + size
         pairs = at * S.pairs
         keys, values, us = k + pairs * S.d_k, v + pairs * S.d_v, u1 + pairs * S.d_v
-        last = share + (at * S.length + LAST) * S.pairs
-        now = tl.load(last + mine, mask=mine < S.pairs, other=0.0)
-        now_past = tl.load(last + past, mask=past < S.tail, other=0.0)
-        push_now, push_past, push_keep, carry = now, now_past, 1.0, 1.0
-        if S.terms > 0:
-            push_now = tl.load(push + pairs + mine, mask=mine < S.pairs, other=0.0)
-            push_past = tl.load(push + pairs + past, mask=past < S.tail, other=0.0)
-            push_keep, carry = tl.load(push_kept + at), tl.load(carried + at * S.length + LAST)
-        keep = tl.load(kept + at * S.length + LAST)
+        now, push_now, now_past, push_past = last_shares(share, push, at, mine, past, S)
+        keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
         if S.network == 0:
             write_linear(
                 weights + wide, momentum + wide, states + size, entered + size, initial + still,

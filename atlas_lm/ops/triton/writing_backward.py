@@ -17,6 +17,7 @@ from atlas_lm.ops.triton.pairs_backward import (
     to_keys,
 )
 from atlas_lm.ops.triton.tiles import dot, features, put, tile
+from atlas_lm.ops.triton.writing import last_kept
 
 
 @triton.jit
@@ -221,6 +222,31 @@ def linear_backward(
     return tl.sum(c0), tl.sum(c1), tl.sum(c2), degrees
 
 
+@triton.jit
+def piece_backward(
+    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
+    weights, momenta, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
+    mine, past, left, right, scale, room, arrived, meeting, member,
+    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of kept, carried and push_kept, and of phi by degree so far."""
+    if S.network == 0:
+        found = linear_backward(
+            k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, g_weights, g_momentum,
+            g_initial, g_anchors, weights, momenta, d_state, d_entered, kept, carried, push_kept,
+            fresh, keep, degrees, mine, past, left, right, scale, member, OWN, S, DOT,
+        )  # fmt: skip
+    else:
+        found = deep_backward(
+            k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes,
+            pulls, dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
+            weights, momenta, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
+            mine, past, left, right, scale, room, arrived, meeting, member, OWN, S, DOT,
+        )  # fmt: skip
+    return found
+
+
 @triton.jit(do_not_specialize=["pieces", "rows_and_heads", "heads"])
 def write_backward_kernel(
     k, v, kept, carried, push_kept, pulls, marks, state, weights, momenta, own_anchor, d_own_anchor,
@@ -248,11 +274,8 @@ def write_backward_kernel(
     gain += head * S.d_v
     residual += head * S.d_v * S.d_k
     scale += head * S.features
-    d_gain, scratch = (
-        d_gain + z * S.d_v,
-        scratch + tl.program_id(0).to(tl.int64) * S.pairs * (4 * S.hidden + S.d_v),
-    )
-    LAST: tl.constexpr = S.length - 1
+    d_gain += z * S.d_v
+    scratch += tl.program_id(0).to(tl.int64) * S.pairs * (4 * S.hidden + S.d_v)
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
@@ -266,30 +289,18 @@ def write_backward_kernel(
         mark = tl.load(marks + at)
         # 0, which the compiler cannot know: else it makes every address before the loop and spills
         still = (mark >> 2) * 16
-        keep, carry, push_keep = tl.load(kept + at * S.length + LAST), 1.0, 1.0
-        if S.terms > 0:
-            carry, push_keep = tl.load(carried + at * S.length + LAST), tl.load(push_kept + at)
-        if S.network == 0:
-            d0, d1, d2, degrees = linear_backward(
-                k + pairs * S.d_k, anchor, d_anchor, u1 + wide, d_u1 + wide, pushes + still,
-                pulls + pull, dk + pairs * S.d_k, dv + wide, d_pulls + pull, g_weights + still,
-                g_momentum + still, g_initial + still, g_anchors + still, weights + size,
-                momenta + size, d_state + size, d_entered + size,
-                keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
-                left, right, scale, member, OWN, S, DOT,
-            )  # fmt: skip
-        else:
-            deep = pairs * S.hidden
-            d0, d1, d2, degrees = deep_backward(
-                k + pairs * S.d_k, v + wide, anchor, d_anchor, gain, residual,
-                u1 + wide, h + deep, u2 + deep, u3 + deep,
-                d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes + still, pulls + pull,
-                dk + pairs * S.d_k, dv + wide, d_pulls + pull, d_gain, scratch + still,
-                g_weights + still, g_momentum + still, g_initial + still, g_anchors + still,
-                weights + size, momenta + size, d_state + size, d_entered + size,
-                keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
-                left, right, scale, room, arrived, back * MEETINGS + 1, member, OWN, S, DOT,
-            )  # fmt: skip
+        keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
+        deep = pairs * S.hidden
+        d0, d1, d2, degrees = piece_backward(
+            k + pairs * S.d_k, v + wide, anchor, d_anchor, gain, residual,
+            u1 + wide, h + deep, u2 + deep, u3 + deep,
+            d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes + still, pulls + pull,
+            dk + pairs * S.d_k, dv + wide, d_pulls + pull, d_gain, scratch + still,
+            g_weights + still, g_momentum + still, g_initial + still, g_anchors + still,
+            weights + size, momenta + size, d_state + size, d_entered + size,
+            keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
+            left, right, scale, room, arrived, back * MEETINGS + 1, member, OWN, S, DOT,
+        )  # fmt: skip
         tl.store(d_last + at * 3, d0)
         tl.store(d_last + at * 3 + 1, d1)
         tl.store(d_last + at * 3 + 2, d2)

@@ -1,0 +1,28 @@
+"""Real text without a download: the manual and the docstrings that every Python carries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atlas_lm.models.config import ModelConfig
+from atlas_lm.rules import RULES
+from atlas_lm.train.config import PythonText, TrainConfig
+from atlas_lm.train.optimizers import OptimizerConfig
+from atlas_lm.train.schedules import Schedule
+
+
+def python_text() -> TrainConfig:
+    """A small Atlas reads bytes; `--model.rule titans` and `--model.rule attention` beside it."""
+    rule = replace(RULES["atlas"], stride=64)
+    return TrainConfig(
+        model=ModelConfig(vocab=257, dim=128, depth=2, heads=4, rule=rule),
+        data=PythonText(),
+        optimizer=OptimizerConfig(lr=3e-3),
+        schedule=Schedule(warmup=50),
+        steps=500,
+        batch=8,
+        length=256,
+        evaluate_every=100,
+        checkpoint_every=100,
+        log_every=10,
+    )

@@ -1,0 +1,44 @@
+"""What is made small: the surprise of a model at every next token."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from atlas_lm.models.lm import NO_TARGET, LanguageModel, ModelState
+from atlas_lm.nn.linear_cross_entropy import linear_cross_entropy
+from atlas_lm.shapes import TokenFlag, TokenIds
+
+
+class NextToken(nn.Module):
+    """The loss as a module, which is what DDP and FSDP wrap.
+
+    dense    every token has a target, so that nobody looks, for which a GPU would have to be waited
+    """
+
+    def __init__(self, model: LanguageModel, dense: bool = False):
+        super().__init__()
+        self.model = model
+        self.dense = dense
+
+    def forward(
+        self,
+        tokens: TokenIds,
+        targets: TokenIds,
+        state: ModelState | None = None,
+        reset: TokenFlag | None = None,
+        judge: bool = False,
+    ) -> tuple[Tensor, Tensor, ModelState] | tuple[Tensor, Tensor, ModelState, Tensor]:
+        """Sum of the losses in nats, number of targets, state; with `judge`, also how many targets
+        are what the model holds for the likeliest."""
+        x, state = self.model.encode(tokens, state, reset=reset)
+        if self.dense:
+            x, wanted = x.flatten(0, 1), targets.flatten()
+        else:
+            asked = targets != NO_TARGET
+            x, wanted = x[asked], targets[asked]
+        nats = linear_cross_entropy(x, self.model.head_weight, wanted)
+        count = wanted.new_full((), len(wanted))
+        if not judge:
+            return nats, count, state
+        right = (self.model.logits(x).argmax(-1) == wanted).sum()
+        return nats, count, state, right

@@ -1,0 +1,268 @@
+"""Where batches come from: token shards, or recall made up as it goes.
+
+A batch follows from the seed and the step, whatever the number of ranks: each takes its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_lm.data.prepare import VALID, Options, prepare
+from atlas_lm.data.recall import associative_recall
+from atlas_lm.data.shards import MANIFEST, Shards
+from atlas_lm.data.stream import Batches
+from atlas_lm.ops.host import to_device
+from atlas_lm.text import Tokenizer
+from atlas_lm.train.config import PythonText, RecallData, TextData, TrainConfig
+from atlas_lm.train.ranks import Ranks, agreed
+
+TRAIN, EVALUATE = 0, 1
+"""Recall of training and of evaluation never meet."""
+EVALUATION_SEED = 0
+"""Of the order in which validation texts are read: the same in every run, so that runs compare."""
+
+
+class Work(NamedTuple):
+    """Some rows, on the CPU."""
+
+    tokens: Tensor
+    """`[b t]`"""
+    targets: Tensor
+    """`[b t]`, -100 where there is none."""
+    reset: Tensor | None
+    """`[b t]`: a document begins; None: nowhere but at the first token."""
+
+    def rows(self, begin: int, end: int) -> Work:
+        reset = None if self.reset is None else self.reset[begin:end]
+        return Work(self.tokens[begin:end], self.targets[begin:end], reset)
+
+    def segments(self, length: int | None) -> list[Work]:
+        """The same tokens in segments, the last one maybe shorter."""
+        if length is None or length >= self.tokens.shape[1]:
+            return [self]
+        tokens, targets = self.tokens.split(length, 1), self.targets.split(length, 1)
+        resets = [None] * len(tokens) if self.reset is None else self.reset.split(length, 1)
+        return [Work(*parts) for parts in zip(tokens, targets, resets, strict=True)]
+
+    def to(self, device: torch.device) -> Work:
+        """There; to a GPU without waiting for it. Resets that are nowhere are left out."""
+        reset = self.reset if self.reset is not None and self.reset.any() else None
+        parts = (self.tokens, self.targets, reset)
+        if device.type == "cpu":
+            return Work(*parts)  # pyright: ignore[reportArgumentType]
+        moved = (None if p is None else to_device(p.pin_memory(), device) for p in parts)
+        return Work(*moved)  # pyright: ignore[reportArgumentType]
+
+
+class Source(Protocol):
+    """Endless batches, of one rank, that go on from any step."""
+
+    def next(self) -> Work: ...
+    def state_dict(self) -> dict[str, int]: ...
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Material(Protocol):
+    """What a run learns from and is tested on."""
+
+    tokenizer: Tokenizer | None
+    vocab: int | None
+    """Ids that the model has to have; None: as many as it likes."""
+
+    def source(self, config: TrainConfig, ranks: Ranks) -> Source: ...
+
+    def tests(self, config: TrainConfig, ranks: Ranks) -> dict[int, Iterator[Work]]:
+        """This rank's rows of what is evaluated, by length; the first is that of training."""
+        ...
+
+    def prompts(self, count: int) -> list[str]:
+        """Beginnings of texts that were not learned, where there are any."""
+        ...
+
+
+def open_material(config: TrainConfig, folder: Path) -> Material:
+    """The data of a run; what it has to make itself is kept in this folder."""
+    if isinstance(config.data, RecallData):
+        return Recall(config.data)
+    if isinstance(config.data, PythonText):
+        agreed(lambda: _prepare_python(config.data, folder))  # pyright: ignore[reportArgumentType]
+        return Text(TextData(path=str(folder)))
+    return Text(config.data)
+
+
+def _prepare_python(data: PythonText, folder: Path) -> None:
+    if (folder / MANIFEST).exists():
+        return
+    sources = ("python:manual", "python:docstrings")
+    prepare(Options(sources=sources, out=folder, valid=data.valid, train_tokenizer=data.tokenizer))
+
+
+# Text
+
+
+class Text:
+    """Prepared text, and the part of it that is kept for evaluation."""
+
+    def __init__(self, data: TextData):
+        if not data.path:
+            raise ValueError(
+                "data.path: not given; make texts into data with `atlas-lm data prepare TEXTS "
+                "--out DIR --valid 0.01`, then give --data.path DIR"
+            )
+        path = Path(data.path)
+        self.shards = Shards.open(path)
+        beside = path / VALID if (path / VALID / MANIFEST).exists() else None
+        valid = beside if data.valid is None else Path(data.valid)
+        self.valid = None if valid is None else Shards.open(valid)
+        if self.valid is not None and self.valid.manifest.vocab != self.shards.manifest.vocab:
+            raise ValueError(
+                f"{valid}: {self.valid.manifest.vocab} ids, beside {self.shards.manifest.vocab} of "
+                f"{path}; prepare both with the same tokenizer"
+            )
+        self.tokenizer: Tokenizer | None = self.shards.tokenizer()
+        self.vocab: int | None = self.shards.manifest.vocab
+
+    def source(self, config: TrainConfig, ranks: Ranks) -> TextSource:
+        batches = Batches(
+            self.shards,
+            batch=config.batch,
+            length=config.length,
+            seed=config.seed,
+            rank=ranks.rank,
+            ranks=ranks.ranks,
+        )
+        return TextSource(batches, config.carry)
+
+    def tests(self, config: TrainConfig, ranks: Ranks) -> dict[int, Iterator[Work]]:
+        if self.valid is None:
+            return {}
+        batches = self._valid_batches(self.valid, config, ranks)
+        source = TextSource(batches, config.carry)
+        return {config.length: (source.next() for _ in range(config.evaluate_batches))}
+
+    def _valid_batches(self, valid: Shards, config: TrainConfig, ranks: Ranks) -> Batches:
+        """As many rows as in training, or as the text has: half as many until it is enough."""
+        batch, n, rank = config.batch, ranks.ranks, ranks.rank
+        while True:
+            try:
+                return Batches(
+                    valid,
+                    batch=batch,
+                    length=config.length,
+                    seed=EVALUATION_SEED,
+                    rank=rank,
+                    ranks=n,
+                )
+            except ValueError:
+                if batch == 1:
+                    raise
+            batch = max(batch // 2, 1)
+            if batch % n:  # every rank reads all of it
+                n, rank = 1, 0
+
+    def prompts(self, count: int) -> list[str]:
+        shards = self.shards if self.valid is None else self.valid
+        assert self.tokenizer is not None
+        found = []
+        for number in range(min(count, shards.documents)):
+            tokens = shards.document(number, 0, PROMPT).tolist()
+            text = self.tokenizer.decode(tokens[: max(len(tokens) // 2, 1)])
+            found.append(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return found
+
+
+PROMPT = 64
+"""Tokens of a document of which a prompt is the first half, so that short ones go on too."""
+
+
+class TextSource:
+    """Rows of packed documents."""
+
+    def __init__(self, batches: Batches, carry: bool):
+        self.batches, self.carry = batches, carry
+
+    def next(self) -> Work:
+        batch = next(self.batches)
+        reset = batch.reset[:, :-1].clone()
+        if not self.carry:
+            reset[:, 0] = False  # the memory is new anyway
+        return Work(batch.tokens[:, :-1], batch.tokens[:, 1:], reset)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches.load_state_dict(state)
+
+
+# Recall
+
+
+class Recall:
+    """Pairs told and asked for, at the length of training and at longer ones."""
+
+    tokenizer: Tokenizer | None = None
+    vocab: int | None = None
+
+    def __init__(self, data: RecallData):
+        self.data = data
+
+    def source(self, config: TrainConfig, ranks: Ranks) -> RecallSource:
+        return RecallSource(config, self.data, ranks)
+
+    def tests(self, config: TrainConfig, ranks: Ranks) -> dict[int, Iterator[Work]]:
+        def works(length: int) -> Iterator[Work]:
+            for number in range(config.evaluate_batches):
+                yield recall_rows(config, ranks, length, EVALUATE, number)
+
+        return {length: works(length) for length in (config.length, *self.data.longer)}
+
+    def prompts(self, count: int) -> list[str]:
+        return []
+
+
+class RecallSource:
+    """Every step other pairs, none of them kept."""
+
+    def __init__(self, config: TrainConfig, data: RecallData, ranks: Ranks):
+        self.config, self.data, self.ranks = config, data, ranks
+        self.step = 0
+
+    def next(self) -> Work:
+        length = self.length(self.step)
+        work = recall_rows(self.config, self.ranks, length, TRAIN, self.step)
+        self.step += 1
+        return work
+
+    def length(self, step: int) -> int:
+        """Tokens of the rows of a step."""
+        longest, data = self.config.length, self.data
+        if data.shortest is None:
+            return longest
+        grown = min(step / data.growth, 1.0) if data.growth else 1.0
+        most = data.shortest + round((longest - data.shortest) * grown)
+        if not data.vary:
+            return most
+        drawn = np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]
+        return data.shortest + int(drawn) % (most - data.shortest + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = int(state["step"])
+
+
+def recall_rows(config: TrainConfig, ranks: Ranks, length: int, part: int, number: int) -> Work:
+    """This rank's rows of a batch: all of it is drawn, which costs next to nothing."""
+    seed = np.random.SeedSequence([config.seed if part == TRAIN else EVALUATION_SEED, part, number])
+    generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+    tokens, targets = associative_recall(config.batch, length // 3, config.model.vocab, generator)
+    share = config.batch // ranks.ranks
+    return Work(tokens, targets, None).rows(ranks.rank * share, (ranks.rank + 1) * share)
