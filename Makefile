@@ -1,11 +1,12 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-slow quickstart bench bench-generation bench-gpu wheel check-wheel constraints format clean
+.PHONY: help venv test test-slow quickstart quickstart-text bench bench-generation bench-gpu wheel check-wheel constraints format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 # -qq leaves only errors.
 PIP_FLAGS := -qq -c constraints.txt
+CORE := .venv/.ready-core
 READY := .venv/.ready
 READY_BENCH := .venv/.ready-bench
 
@@ -14,11 +15,16 @@ help:  ## this list
 
 venv: $(READY)  ## .venv with everything that the tests need
 
-$(READY): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	@echo "setting up .venv"
 	@$(PYTHON) -m venv .venv
 	@# The build backend first: without build isolation it too follows constraints.txt.
 	@$(BIN)/pip install $(PIP_FLAGS) editables hatchling
+	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e .
+	@touch $@
+
+$(READY): $(CORE)
+	@echo "adding what the tests need"
 	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[dev,oracle,text,hf]'
 	@touch $@
 
@@ -37,8 +43,15 @@ test: $(READY)  ## lint, types and the fast tests
 test-slow: $(READY)  ## the tests that take minutes to hours
 	@$(BIN)/pytest -m slow
 
-quickstart: $(READY)  ## run examples/quickstart.py
-	@$(BIN)/python examples/quickstart.py
+quickstart: $(CORE)  ## train a small Atlas on recall, about 3 minutes on 2 cores, and its report
+	@$(BIN)/atlas-lm train quickstart --out runs/quickstart --resume
+	@$(BIN)/atlas-lm report runs/quickstart --out runs/quickstart/report.html
+
+quickstart-text: $(CORE)  ## Atlas, Titans and a transformer on the texts that every Python carries
+	@$(BIN)/atlas-lm train python_text --out runs/python-atlas --resume
+	@$(BIN)/atlas-lm train python_text --model.rule titans --out runs/python-titans --resume
+	@$(BIN)/atlas-lm train python_text --model.rule attention --out runs/python-attention --resume
+	@$(BIN)/atlas-lm report runs/python-atlas runs/python-titans runs/python-attention --out runs/python.html
 
 bench: $(READY_BENCH)  ## run the CPU benchmarks
 	@$(BIN)/python -m benchmarks.cpu

@@ -35,18 +35,24 @@ class ModelConfig:
     depth: int = 4
     """Blocks."""
     heads: int = 4
+    """Memories, or heads of attention, of a block."""
     rule: str | Rule | tuple[str | Rule, ...] = "atlas"
     """What mixes tokens: a row of RULES by name, any Rule, or, in plain blocks, "attention" or
     "swa". A tuple is repeated over the blocks."""
     block: str = "plain"
     """"plain", or memory beside attention: "mac", "mag" (gated), "mag_sum", "mal"."""
     d_k: int | None = None
-    """Width of keys; see `MemoryConfig`, as for the next five."""
+    """Width of keys; None: dim / heads, or 16 on polynomial features."""
     d_v: int | None = None
+    """Width of values; None: dim / heads."""
     expansion: int = 4
+    """Hidden units of a deep memory, for each number of a key."""
     conv: int = 4
+    """Tokens that the convolution of queries, keys and values sees."""
     gate_rank: int = 32
+    """Width between the two maps that make the gates."""
     retention: float = 0.999
+    """What a memory keeps from token to token, to begin with."""
     window: int = 512
     """Tokens that sliding-window attention sees."""
     segment: int = 64
@@ -58,6 +64,7 @@ class ModelConfig:
     tied: bool = False
     """The head reads with the embedding's weights."""
     impl: Impl = "auto"
+    """Of the memories: "auto", "reference", "chunked" or "triton"; see `memorize`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.rule, list):
