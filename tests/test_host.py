@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from atlas_lm.nn.memory import MemoryConfig, MemoryLayer
 from atlas_lm.ops.host import on_host, remember, to_device
 from atlas_lm.ops.pieces import cut_into_pieces
 
@@ -73,3 +74,15 @@ def test_once():
         pieces.once("this", lambda: made.append(1) or len(made))
     assert made == [1]
     assert pieces.once("this", lambda: 5) == 1
+
+
+def test_what_inference_made_is_not_shared():
+    """A graph could not hold it."""
+    layer = MemoryLayer(MemoryConfig(dim=8, heads=1, rule="titans"))
+    x = torch.randn(1, 67, 8)
+    with torch.inference_mode():
+        layer(x)
+    y, _ = layer(x)
+    y.sum().backward()
+    with torch.inference_mode():
+        assert cut() is not cut()

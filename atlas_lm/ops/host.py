@@ -30,7 +30,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def remember(x: Tensor, value: Tensor) -> Tensor:
     """x, of which the host knows that it equals `value` on the CPU."""
     if x.device.type != "cpu" and not x.is_inference():
-        x.on_host = Known(value, x._version, _capturing(x))  # pyright: ignore[reportAttributeAccessIssue]
+        x.on_host = Known(value, x._version, capturing(x))  # pyright: ignore[reportAttributeAccessIssue]
     return x
 
 
@@ -38,10 +38,11 @@ def on_host(x: Tensor) -> Tensor:
     """x on the CPU, to be read only."""
     known: Known | None = getattr(x, "on_host", None)
     fresh = known is not None and not x.is_inference() and known.version == x._version
-    if known is not None and fresh and (known.captured or not _capturing(x)):
+    if known is not None and fresh and (known.captured or not capturing(x)):
         return known.value
     return x.cpu()
 
 
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+def capturing(x: Tensor) -> bool:
+    """Whether what is done with x now goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_streamcapturing()

@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from atlas_lm.ops.host import on_host, to_device
+from atlas_lm.ops.host import capturing, on_host, to_device
 from atlas_lm.shapes import TokenFlag
 
 
@@ -225,29 +225,33 @@ def cut_into_pieces(
 ) -> Pieces:
     """Cut the tokens of each row, after `position` of them, where the row's own chunks begin."""
     start = on_host(position)
-    flags = mask, reset
-    versions = tuple(0 if x is None or x.is_inference() else x._version for x in flags)
-    key = tuple(start.tolist()), length, chunk, window, slots, position.device, versions
-    for known, (known_mask, known_reset), pieces in _recent:
+    given = [x for x in (mask, reset) if x is not None]
+    inference = torch.is_inference_mode_enabled() or any(x.is_inference() for x in given)
+    if inference or capturing(position):
+        return _cut(start, position.device, length, mask, reset, chunk, window, slots)
+    versions = [None if x is None else x._version for x in (mask, reset)]
+    key = [start.tolist(), length, chunk, window, slots, position.device, *versions]
+    for known, known_mask, known_reset, pieces in _recent:
         if known == key and known_mask is mask and known_reset is reset:
             return pieces
-    common: dict = {"mask": mask, "chunk": chunk, "window": window, "slots": slots}
-    common["device"] = position.device
-    if mask is None and reset is None and bool((start == start[0]).all()):
-        pieces = Pieces(**_cut_alike(int(start[0]), length, chunk), **common, alike=True)
-    else:
-        present = (
-            torch.ones(len(start), length, dtype=torch.bool) if mask is None else on_host(mask)
-        )
-        fresh = torch.zeros_like(present) if reset is None else on_host(reset) & present
-        pieces = Pieces(**_cut_rows(start, present, fresh, chunk), **common, alike=False)
-    if not any(x is not None and x.is_inference() for x in flags):
-        _recent.append((key, flags, pieces))
+    pieces = _cut(start, position.device, length, mask, reset, chunk, window, slots)
+    _recent.append((key, mask, reset, pieces))
     return pieces
 
 
-_recent: deque[tuple[Any, tuple[TokenFlag | None, TokenFlag | None], Pieces]] = deque(maxlen=8)
-"""The layers of a model ask for the same cut, one after the other."""
+_recent: deque[tuple[list, TokenFlag | None, TokenFlag | None, Pieces]] = deque(maxlen=8)
+"""The layers of a model ask for the same cut, one after the other. What is made in inference mode
+cannot go into a graph later, what is made in a CUDA graph is nothing outside: they are not kept."""
+
+
+def _cut(start: Tensor, device, length: int, mask, reset, chunk: int, window: int, slots) -> Pieces:
+    common: dict = {"mask": mask, "chunk": chunk, "window": window, "slots": slots}
+    common["device"] = device
+    if mask is None and reset is None and bool((start == start[0]).all()):
+        return Pieces(**_cut_alike(int(start[0]), length, chunk), **common, alike=True)
+    present = torch.ones(len(start), length, dtype=torch.bool) if mask is None else on_host(mask)
+    fresh = torch.zeros_like(present) if reset is None else on_host(reset) & present
+    return Pieces(**_cut_rows(start, present, fresh, chunk), **common, alike=False)
 
 
 def _cut_alike(start: int, tokens: int, chunk: int) -> dict[str, Tensor]:
