@@ -45,7 +45,6 @@ test-slow: $(READY)  ## the tests that take minutes to hours
 
 quickstart: $(CORE)  ## train a small Atlas on recall, about 3 minutes on 2 cores, and its report
 	@$(BIN)/atlas-lm train quickstart --out runs/quickstart --resume
-	@$(BIN)/atlas-lm report runs/quickstart --out runs/quickstart/report.html
 
 quickstart-text: $(CORE)  ## Atlas, Titans and a transformer on the texts that every Python carries
 	@$(BIN)/atlas-lm train python_text --out runs/python-atlas --resume

@@ -192,7 +192,7 @@ def test_gradients_of_a_state_that_comes_in(name, before):
         given = state.map(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()))
         inputs = {n: t for n, t in given.tensors().items() if t.requires_grad}
         y, _ = made.cut(before, 13).run(impl, given)
-        grads = torch.autograd.grad(y.square().sum(), inputs.values(), materialize_grads=True)
+        grads = torch.autograd.grad(y.square().sum(), [*inputs.values()], materialize_grads=True)
         found[impl] = dict(zip(inputs, grads, strict=True))
     for n, grad in found["reference"].items():
         torch.testing.assert_close(found["chunked"][n], grad, rtol=1e-8, atol=1e-10, msg=n)

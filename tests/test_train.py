@@ -754,6 +754,7 @@ def test_resuming_needs_no_options_again(tmp_path, capsys):
     assert main(f"train recall {run.replace(' ', '=')} --resume --steps 3".split()) == 0
     assert "step 3/3" in capsys.readouterr().err
     assert load_model(tmp_path / "run/model").config.dim == 16
+    assert '"steps":3' in (tmp_path / "run/report.html").read_text()
     assert main(f"train recall {run} --resume --batch 4".split()) == 2
     assert "batch was 2, now 4" in capsys.readouterr().err
     assert main(f"train quickstart {run} --resume".split()) == 2

@@ -40,6 +40,7 @@ class RecipeRun:
     recipe: Suppress[str] = ""
 
     def run(self) -> None:
+        from atlas_lm.report.runs import read_runs, write_report
         from atlas_lm.train.loop import train
         from atlas_lm.train.watch import Board, Screen, Watch
 
@@ -50,7 +51,10 @@ class RecipeRun:
             self.config, self.out, self.resume, watches, device=self.device, recipe=self.recipe
         )
         if made is not None:
+            page = self.out / "report.html"
+            write_report(page, read_runs([self.out]))
             print(f"{made}: a model trained for {self.config.steps:,} steps")
+            print(f"{page}: the run as a page; open it in a browser")
 
 
 def parsed(recipe: str, config: TrainConfig, args: Sequence[str]) -> RecipeRun:

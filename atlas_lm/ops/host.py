@@ -45,4 +45,4 @@ def on_host(x: Tensor) -> Tensor:
 
 def capturing(x: Tensor) -> bool:
     """Whether what is done with x now goes into a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_streamcapturing()
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
