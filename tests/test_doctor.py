@@ -53,7 +53,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(torch, "zeros", lambda *shape, **_: torch.empty(*shape, device="meta"))
     monkeypatch.setattr(kernels, "why_not_here", lambda q: None)
-    monkeypatch.setattr(kernels, "preferred", lambda rule, q: True)
+    monkeypatch.setattr(kernels, "preferred", lambda q: True)
 
 
 def said(capsys, args: str, code: int = 0) -> str:

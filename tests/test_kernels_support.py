@@ -80,7 +80,7 @@ def taken(monkeypatch) -> list[Rule]:
         return lambda tokens, outer, state: (torch.full_like(tokens.v, 7.0), state)
 
     monkeypatch.setattr(OPERATION, "_kernels", instead)
-    monkeypatch.setattr(OPERATION, "preferred", lambda rule, q: True)
+    monkeypatch.setattr(OPERATION, "preferred", lambda q: True)
     return rules
 
 

@@ -32,7 +32,7 @@ if sys.argv[1] == "all":
     work = [(card, each) for card in (80, 89, 90) for each in compilations()]
 else:
     work = [(90, each) for each in some(lambda each: (each.family, each.fn.__name__))]
-    names = " of titans", "write_backward_kernel of titans, by a team"
+    names = " of titans", "write_kernel of titans, by a team"
     work += [(90, each) for each in compilations() if each.name.endswith(names)]
     work += [(card, each) for card in (80, 89) for each in some(lambda each: each.family)]
 for card, each in work:

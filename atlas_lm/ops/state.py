@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from atlas_lm.ops.carried import Carried
-from atlas_lm.ops.host import to_device
+from atlas_lm.ops.host import remember
 from atlas_lm.ops.networks import SLOW
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Gate, Keys, TokenFlag, Values, WindowGate
@@ -89,7 +89,10 @@ class MemoryState(Carried):
             keys=keys.new_zeros(batch, c - 1, heads, keys.shape[3]),
             values=values.new_zeros(batch, c - 1, heads, values.shape[3]),
             thresholds=keys.new_zeros(batch, c - 1, heads) if rule.objective == "huber" else None,
-            position=to_device(torch.zeros(batch, dtype=torch.int64), keys.device),
+            position=remember(
+                torch.zeros(batch, dtype=torch.int64, device=keys.device),
+                torch.zeros(batch, dtype=torch.int64),
+            ),
             past={n: keys.new_zeros(batch, 0, heads, width) for n, width in past.items()},
         )
 

@@ -12,10 +12,14 @@ from atlas_lm.train.schedules import Schedule
 
 
 def python_text() -> TrainConfig:
-    """A small Atlas reads bytes; `--model.rule titans` and `--model.rule attention` beside it."""
+    """A small Atlas reads a million bytes, in five minutes on one CPU core.
+
+    `--model.rule titans` and `--model.rule attention` are beside it, and quicker. The memory is
+    half as wide as the default and steps once a chunk: Newton-Schulz is most of the time.
+    """
     rule = replace(RULES["atlas"], stride=64)
     return TrainConfig(
-        model=ModelConfig(vocab=257, dim=128, depth=2, heads=4, rule=rule),
+        model=ModelConfig(vocab=257, dim=128, depth=2, heads=2, rule=rule, expansion=2),
         data=PythonText(),
         optimizer=OptimizerConfig(lr=3e-3),
         schedule=Schedule(warmup=50),
