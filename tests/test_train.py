@@ -793,3 +793,15 @@ def test_python_s_own_text_is_learned(tmp_path):
     told = lines(tmp_path / "run", "train")
     assert told[-1]["loss"] < told[0]["loss"] - 1
     assert lines(tmp_path / "run", "eval")[-1]["loss"] < 4
+
+
+def test_threads_are_given_back(tmp_path):
+    before, seen = torch.get_num_threads(), []
+
+    class Counted(Killing):
+        def stepped(self, step: int) -> None:
+            seen.append(torch.get_num_threads())
+
+    train(recall(steps=1, threads=before + 1), tmp_path / "run", watch=[Counted(at=0)])
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before

@@ -15,7 +15,7 @@ def python_text() -> TrainConfig:
     """A small Atlas reads a million bytes, in five minutes on one CPU core.
 
     `--model.rule titans` and `--model.rule attention` are beside it, and quicker. The memory is
-    half as wide as the default and steps once a chunk: Newton-Schulz is most of the time.
+    half as wide as by default and steps once a chunk, to keep within that time.
     """
     rule = replace(RULES["atlas"], stride=64)
     return TrainConfig(
@@ -23,6 +23,7 @@ def python_text() -> TrainConfig:
         data=PythonText(),
         optimizer=OptimizerConfig(lr=3e-3),
         schedule=Schedule(warmup=50),
+        threads=1,
         steps=500,
         batch=8,
         length=256,

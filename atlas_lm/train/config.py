@@ -106,6 +106,9 @@ class TrainConfig:
     """Keep only what goes into each block and compute the rest again in the backward."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: a whole model on every rank, or its parts divided among them."""
+    threads: int = 0
+    """CPU threads of a process; 0: as many as PyTorch takes. One is best for tiny models: two that
+    wait for each other stand still where another program wants a core."""
     seed: int = 0
     """Of the initial weights and the order of the data."""
 
@@ -130,7 +133,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_batches"):
             _expect_at_least(name, getattr(self, name), 1)
-        for name in ("seed", "evaluate_every", "checkpoint_every", "samples", "sample_tokens"):
+        for name in (
+            "seed",
+            "threads",
+            "evaluate_every",
+            "checkpoint_every",
+            "samples",
+            "sample_tokens",
+        ):
             _expect_at_least(name, getattr(self, name), 0)
         _expect_at_least("keep", self.keep, 1)
         if self.segment is not None:

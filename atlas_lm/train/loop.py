@@ -80,6 +80,9 @@ def train(
     ranks = Ranks.join(device)
     try:
         with explained_memory(config, ranks), ExitStack() as stack:
+            if config.threads:
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(config.threads)
             run = _begun(config, Path(out), resume, list(watch or ()), ranks, recipe)
             for each in run.watches:
                 stack.callback(each.close)
