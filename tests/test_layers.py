@@ -254,3 +254,17 @@ def test_rows_at_different_positions_are_stacked():
 def test_half_lives_follow_the_bias():
     maps = GateMaps(SMALL["titans"], dim=4, heads=1, rank=2, retention=0.99)
     assert log(1 - 0.01 * maps.initial_bias()[1]) == pytest.approx(log(0.99))
+
+
+@pytest.mark.parametrize("rule", ["titans", "atlas"])
+def test_a_momentum_gate_that_is_shut_far(rule):
+    """Training can push it to where a sigmoid is 0 in float32."""
+    torch.manual_seed(0)
+    layer = MemoryLayer(MemoryConfig(dim=8, heads=1, rule=replace(RULES[rule], chunk=4)))
+    with torch.no_grad():
+        layer.gates.up.bias.fill_(-200.0)
+    x = torch.randn(1, 9, 8, requires_grad=True)
+    y, _ = layer(x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
