@@ -28,7 +28,7 @@ from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.sources import open_material
 from benchmarks.cpu import machine, table
 
-RESULTS = Path(__file__).parent.parent / "results" / "training.json"
+RESULTS = Path(__file__).parent.parent / "results" / "training" / "overhead.json"
 WARM = 5
 """Steps that do not count: whatever is made once is made in them."""
 OFTEN = {"log_every": 10, "checkpoint_every": 50, "evaluate_every": 0, "evaluate_batches": 1}
