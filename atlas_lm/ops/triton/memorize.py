@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,7 @@ def team_of(rule: Rule, weights: Weights, q: Tensor, d_v: int) -> int:
     return team_for(weights["w2"].shape[-2], 32, memories, processors(q.device))
 
 
+@cache
 def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1

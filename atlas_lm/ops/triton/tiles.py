@@ -29,8 +29,8 @@ def put(base, value, rows, columns, height, width):
 def through_memory(base, value, rows, columns, height, width):
     """Write a tile and read it again, rounded to what `base` holds.
 
-    Triton gives a product whose result goes into another one fewer registers' worth of warps: all
-    of them along its rows, which for 64 rows and 8 warps means everything twice. Here a chain ends.
+    Where the result of a product goes into another one, Triton puts all warps along its rows: of
+    64 rows and 8 warps, half do again what the others do. Through memory it is no such chain.
     """
     put(base, value, rows, columns, height, width)
     tl.debug_barrier()
