@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from pathlib import Path
+
+HALF_WRITTEN = r"\..+\.[0-9a-f]{16}"
+"""The name of a file while it is being written, or when the process was killed meanwhile."""
 
 
 def write_whole(path: str | os.PathLike, data: bytes) -> None:
@@ -28,3 +32,10 @@ def write_whole(path: str | os.PathLike, data: bytes) -> None:
                 str(path),
             ) from error
         raise
+
+
+def remove_half_written(folder: Path) -> None:
+    """What killed processes left in a folder that nobody else is writing to now."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if re.fullmatch(HALF_WRITTEN, path.name) and path.is_file():
+            path.unlink(missing_ok=True)

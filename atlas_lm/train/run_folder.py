@@ -26,7 +26,7 @@ import torch
 from atlas_lm import __version__
 from atlas_lm.train.config import TrainConfig, differences
 from atlas_lm.train.ranks import Ranks
-from atlas_lm.whole_files import write_whole
+from atlas_lm.whole_files import remove_half_written, write_whole
 
 CONFIG, ENVIRONMENT, METRICS, SAMPLES = (
     "config.json",
@@ -89,7 +89,10 @@ def recipe_of(out: Path) -> str | None:
 
 
 def write_config(out: Path, config: TrainConfig, recipe: str | None) -> None:
+    """Make the folder this run's, without what a run that was killed left half-written."""
     out.mkdir(parents=True, exist_ok=True)
+    for folder in (out, out / MODEL):
+        remove_half_written(folder)
     write_json(out / CONFIG, {RECIPE: recipe} | config.to_dict())
 
 
