@@ -15,6 +15,8 @@ def books() -> TrainConfig:
     """12 blocks of 768, 12 heads; 109M parameters at a vocabulary of 32,000, 84M on bytes.
 
     Muon moves the weights at every 16th token, which costs a fraction of doing it at every token.
+    Gradients reach 1,024 tokens back: a deep memory with a norm is chaotic, and over 4,096 tokens
+    its exact gradients are a thousand times too long and say nothing (docs/log.md).
     """
     rule = replace(RULES["atlas"], stride=16)
     return TrainConfig(
@@ -26,6 +28,7 @@ def books() -> TrainConfig:
         batch=32,
         accumulate=4,
         length=4096,
+        segment=1024,
         precision="bf16",
         evaluate_every=500,
         checkpoint_every=500,

@@ -2,7 +2,8 @@
 
 Given: AdamW, cosine, weight decay 0.1, 0.5M tokens a step, rows of 4,096, Table 7's learning rates
 and tokens. Not given, and taken from the recipe it follows (Gated DeltaNet): gradients clipped at
-1, a warm-up of 1B tokens. Ours: bf16; Muon moves the weights at every 16th token.
+1, a warm-up of 1B tokens. Ours: bf16; Muon moves the weights at every 16th token; gradients reach
+1,024 tokens back, since over 4,096 they explode (docs/log.md).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def _paper(size: str, *, lr: float, billions: int) -> TrainConfig:
         batch=BATCH,
         accumulate=4,
         length=LENGTH,
+        segment=1024,
         clip=1.0,
         precision="bf16",
         parallel="fsdp",
