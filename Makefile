@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-slow quickstart quickstart-text bench bench-generation bench-gpu wheel check-wheel constraints format clean
+.PHONY: help venv test test-slow test-lm-eval quickstart quickstart-text bench bench-generation bench-gpu wheel check-wheel constraints format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,6 +9,7 @@ PIP_FLAGS := -qq -c constraints.txt
 CORE := .venv/.ready-core
 READY := .venv/.ready
 READY_BENCH := .venv/.ready-bench
+READY_EVAL := .venv/.ready-eval
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,6 +34,11 @@ $(READY_BENCH): $(READY)
 	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[bench]'
 	@touch $@
 
+$(READY_EVAL): $(READY)
+	@echo "adding the eval extra, 600 MB"
+	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[eval]'
+	@touch $@
+
 test: $(READY)  ## lint, types and the fast tests
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
@@ -42,6 +48,9 @@ test: $(READY)  ## lint, types and the fast tests
 
 test-slow: $(READY)  ## the tests that take minutes to hours
 	@$(BIN)/pytest -m slow
+
+test-lm-eval: $(READY_EVAL)  ## the adapter beside lm-eval's own, end to end
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/test_harness.py
 
 quickstart: $(CORE)  ## train a small Atlas on recall, about 3 minutes on 2 cores, and its report
 	@$(BIN)/atlas-lm train quickstart --out runs/quickstart --resume
@@ -81,7 +90,7 @@ constraints:  ## pin the newest versions anew (torch stays: change its pin by ha
 	$(PYTHON) -m venv "$$tmp/venv"; \
 	pip="$$tmp/venv/bin/pip"; \
 	"$$pip" install -qq -c "$$tmp/torch.txt" editables hatchling; \
-	"$$pip" install -qq -c "$$tmp/torch.txt" --no-build-isolation -e '.[dev,oracle,text,hf,bench]'; \
+	"$$pip" install -qq -c "$$tmp/torch.txt" --no-build-isolation -e '.[dev,oracle,text,hf,bench,eval]'; \
 	{ sed -n '/^#/p' constraints.txt; \
 	  "$$pip" freeze --all --exclude pip --exclude atlas-lm | sed 's/+.*//'; } > "$$tmp/new.txt"; \
 	cp "$$tmp/new.txt" constraints.txt

@@ -79,26 +79,61 @@ def trace_layer(
     reset: TokenFlag | None = None,
 ) -> Trace:
     """The same of one layer's call, `[b t]`; zeros where there is no token."""
-    state = layer.begin(x.shape[0]) if state is None else state
-    packing = Packing.of(mask, reset)
-    _, k, v, gates, _ = layer.write_inputs(x, state.tail, packing)
+    call = _Call(layer, x, state, mask, reset)
+    before = call.before()
+    write = (call.read(call.k) - before).float().norm(dim=-1)
+    return Trace(*(call.mean(p) for p in (call.surprise(before), write, call.gates.retention)))
 
-    def read(q: Tensor) -> Tensor:
+
+def surprise(
+    layer: MemoryLayer,
+    x: Tensor,
+    state=None,
+    mask: TokenFlag | None = None,
+    reset: TokenFlag | None = None,
+) -> Tensor:
+    """That of one layer's call alone, which costs half of a trace."""
+    call = _Call(layer, x, state, mask, reset)
+    return call.mean(call.surprise(call.before()))
+
+
+class _Call:
+    """A layer's call, with other keys read from its memory than its own queries."""
+
+    def __init__(self, layer: MemoryLayer, x: Tensor, state, mask, reset):
+        self.layer, self.mask, self.reset = layer, mask, reset
+        self.state = layer.begin(x.shape[0]) if state is None else state
+        self.packing = Packing.of(mask, reset)
+        _, self.k, self.v, self.gates, _ = layer.write_inputs(x, self.state.tail, self.packing)
+
+    def read(self, q: Tensor) -> Tensor:
+        """From the memory after each token's write."""
+        layer, state = self.layer, self.state.memory
         settings = {"coefficients": layer.coefficients, "impl": layer.config.impl}
-        flags = {"state": state.memory, "mask": mask, "reset": reset}
-        return memorize(q, k, v, gates, layer.weights, layer.rule, **settings, **flags)[0]
+        flags = {"state": state, "mask": self.mask, "reset": self.reset}
+        pairs = (self.k, self.v, self.gates)
+        return memorize(q, *pairs, layer.weights, layer.rule, **settings, **flags)[0]
 
-    def ask(memory) -> Tensor:
-        return recall(k, layer.weights, layer.rule, memory, layer.coefficients)
+    def before(self) -> Tensor:
+        """What the memory said about each key before the write."""
+        k, packing = self.k, self.packing
+        found = _previous(self.read(_next(k, packing)), self._ask(self.state.memory), packing)
+        if self.reset is None:
+            return found
+        fresh = self._ask(self.layer.begin(len(k)).memory)
+        return torch.where(self.reset[..., None, None], fresh, found)
 
-    before = _previous(read(_next(k, packing)), ask(state.memory), packing)
-    if reset is not None:
-        fresh = ask(layer.begin(x.shape[0]).memory)
-        before = torch.where(reset[..., None, None], fresh, before)
-    write = (read(k) - before).float().norm(dim=-1)
-    surprise = objective_of(layer.rule)(before, v, gates.threshold)
-    parts = [p.float().mean(-1) for p in (surprise, write, gates.retention)]
-    return Trace(*(p if mask is None else torch.where(mask, p, 0) for p in parts))
+    def surprise(self, before: Tensor) -> Tensor:
+        return objective_of(self.layer.rule)(before, self.v, self.gates.threshold)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over the heads."""
+        mean = values.float().mean(-1)
+        return mean if self.mask is None else torch.where(self.mask, mean, 0)
+
+    def _ask(self, memory) -> Tensor:
+        layer = self.layer
+        return recall(self.k, layer.weights, layer.rule, memory, layer.coefficients)
 
 
 def _next(k: Tensor, packing: Packing | None) -> Tensor:

@@ -31,15 +31,15 @@ from benchmarks.cpu import machine, table
 RESULTS = Path(__file__).parent.parent / "results" / "training" / "overhead.json"
 WARM = 5
 """Steps that do not count: whatever is made once is made in them."""
-OFTEN = {"log_every": 10, "checkpoint_every": 50, "evaluate_every": 0, "evaluate_batches": 1}
-"""More checkpoints than in any recipe; evaluations are wanted for themselves."""
+NO_EVALUATIONS = {"evaluate_every": 0, "evaluate_batches": 1, "samples": 0}
+"""They are wanted for themselves. Lines and checkpoints come as often as the recipe says."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
     parser.add_argument("--recipes", nargs="+", default=["quickstart", "python_text"])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=400, help="two checkpoints or more")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -47,13 +47,13 @@ def main() -> None:
     rows = [overhead(name, options.steps, options.device) for name in options.recipes]
     table("a step of the loop and of the model alone", rows)
     report = {"machine": machine(), "device": options.device, "threads": options.threads}
-    report |= {"settings": {"steps": options.steps, **OFTEN}, "rows": rows}
+    report |= {"settings": {"steps": options.steps, **NO_EVALUATIONS}, "rows": rows}
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def overhead(name: str, steps: int, device: str) -> dict[str, Any]:
-    config = replace(RECIPES[name](), steps=steps, samples=0, **OFTEN)
+    config = replace(RECIPES[name](), steps=steps, **NO_EVALUATIONS)
     with tempfile.TemporaryDirectory() as folder:
         alone = Alone(config, device, Path(folder) / "alone")
         train(config, Path(folder) / "run", watch=[alone], device=device)
@@ -62,6 +62,8 @@ def overhead(name: str, steps: int, device: str) -> dict[str, Any]:
     return {
         "recipe": name,
         "steps": len(alone.bare) - WARM,
+        "log_every": config.log_every,
+        "checkpoint_every": config.checkpoint_every,
         "ms of the loop": 1e3 * loop / len(alone.loop[WARM:]),
         "ms alone": 1e3 * bare / len(alone.bare[WARM:]),
         "ratio": loop / bare,

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import fields, replace
 from math import isclose
 
@@ -14,7 +15,7 @@ from atlas_lm import RULES, LanguageModel, ModelConfig, Rule
 from atlas_lm.cli import main
 from atlas_lm.cli.recipe import parsed, rule_from, rule_text
 from atlas_lm.recipes import LINES, RECIPES
-from atlas_lm.train.config import RecallData, TextData, TrainConfig, differences
+from atlas_lm.train.config import RecallData, TaskData, TextData, TrainConfig, differences
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
 
@@ -68,6 +69,51 @@ def test_books_has_a_hundred_million_parameters():
     assert config.length == 4096
 
 
+def test_mqar_is_trained_and_tested_as_published():
+    config = RECIPES["mqar"]()
+    assert isinstance(config.data, TaskData)
+    learned = {task.name: config.data.rows_of(task) for task in config.data.learned}
+    assert learned == {
+        "mqar/64-4": 100_000,
+        "mqar/128-8": 20_000,
+        "mqar/256-16": 20_000,
+        "mqar/256-32": 20_000,
+        "mqar/256-64": 20_000,
+    }
+    turns = Counter(config.data.mix)
+    assert all(learned[name] == 20_000 * n for name, n in turns.items())
+    assert config.steps * config.batch == 32 * 180_000
+    assert (config.model.dim, config.model.depth, config.data.vocab) == (128, 2, 8192)
+    assert config.evaluate_batches * config.batch >= 1000
+    shapes = [name.removeprefix("mqar/") for name in config.data.tests]
+    assert shapes == ["64-4", "64-8", "64-16", "128-32", "256-64", "512-128", "1024-256"]
+    assert config.data.task in config.data.tests
+
+
+def test_mad_is_trained_and_tested_as_published():
+    config = RECIPES["mad"]()
+    assert config.steps * config.batch == 200 * 12_800
+    assert config.evaluate_batches * config.batch == 1280
+    assert config.optimizer.lr * config.schedule.floor == pytest.approx(1e-6)
+    for task, (length, vocab, examples) in {
+        "mad/in-context-recall": (128, 16, 12_800),
+        "mad/fuzzy-recall": (128, 16, 12_800),
+        "mad/noisy-recall:noise=0.4": (128, 32, 12_800),
+        "mad/selective-copying": (256, 16, 12_800),
+        "mad/compression": (63, 47, 12_800),
+        "mad/memorisation": (32, 256, 256),
+    }.items():
+        other = changed("mad", f"--data.task {task}")
+        assert isinstance(other.data, TaskData)
+        assert (other.sized().length, other.data.vocab) == (length, vocab)
+        assert [other.data.rows_of(each) for each in other.data.learned] == [examples]
+    longer = changed("mad", "--length 256 --data.examples 800 --data.longer 512 1024")
+    assert (longer.sized().length, longer.data) == (
+        256,
+        TaskData(task="mad/in-context-recall", examples=800, longer=(512, 1024)),
+    )
+
+
 # Configurations
 
 
@@ -97,6 +143,15 @@ def test_a_config_comes_back_from_json_whatever_it_holds():
         ({"data": {"kind": "recal"}}, r"data.kind: 'recal' \(did you mean 'recall'\?\)"),
         ({"optimizer": {"l_r": 1}}, r"optimizer.l_r: no such field \(did you mean 'lr'\?\)"),
         ({"schedule": {"warmup": -1}}, "schedule.warmup: -1; expected 0 steps or more"),
+        ({"data": {"kind": "task", "task": "mqra"}}, r"task: 'mqra' \(did you mean 'mqar'\?\)"),
+        ({"data": {"kind": "task", "mix": ["x"]}}, "task: 'x' is not one of mqar, "),
+        ({"data": {"kind": "task", "tests": ["mqar:x=1"]}}, "'mqar:x=1': no setting 'x'"),
+        ({"data": {"kind": "task", "longer": [0]}}, "data.longer: 0; expected a whole number"),
+        ({"data": {"kind": "task", "examples": -1}}, "data.examples: -1; expected a whole number"),
+        (
+            {"data": {"kind": "task", "task": "mqar/64-8", "examples": None}},
+            "data.examples: nobody has published how many rows of mqar/64-8 to learn from",
+        ),
     ],
 )
 def test_a_name_that_is_none_is_answered_with_the_nearest(values, message):
@@ -112,6 +167,9 @@ def test_a_name_that_is_none_is_answered_with_the_nearest(values, message):
         ({"segment": 0}, "segment: 0; expected"),
         ({"clip": -1.0}, "clip: -1.0; expected"),
         ({"carry": True}, "carry: the rows of recall do not go on"),
+        ({"carry": True, "data": TaskData()}, "carry: the rows of a task do not go on"),
+        ({"length": 0}, "length: 0; expected a whole number, 1 or more"),
+        ({"length": -1, "data": TaskData()}, "length: -1; expected a whole number, 0 or more"),
         ({"length": 900}, "length: 900 tokens of recall are 300 pairs, with keys among 128"),
         ({"data": RecallData(longer=(900,))}, "--model.vocab 600 or more"),
         (

@@ -20,10 +20,11 @@ from atlas_lm.cli import main
 from atlas_lm.data.prepare import Options, prepare
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.recipes import RECIPES
+from atlas_lm.tasks.rows import EVALUATE, TRAIN, rows
 from atlas_lm.text import ByteTokenizer
 from atlas_lm.trace import trace
 from atlas_lm.train import loop
-from atlas_lm.train.config import PythonText, RecallData, TextData, TrainConfig
+from atlas_lm.train.config import PythonText, RecallData, TaskData, TextData, TrainConfig
 from atlas_lm.train.evaluate import evaluate
 from atlas_lm.train.guard import check_compiler, explained_memory, first_not_finite
 from atlas_lm.train.loop import train
@@ -33,7 +34,7 @@ from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.samples import keep_samples
 from atlas_lm.train.schedules import Schedule
 from atlas_lm.train.signals import signals
-from atlas_lm.train.sources import Recall, Text, Work
+from atlas_lm.train.sources import BLOCK, Recall, Tasks, Text, Work, epoch_order
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Board, Journal, Screen, read_lines
 
@@ -83,6 +84,22 @@ def of_text(books: Path, **changes: Any) -> TrainConfig:
         "sample_tokens": 5,
     }
     return recall(**values | changes)
+
+
+SMALL, LARGE = "mqar/64-4:vocab=32:pairs=2", "mqar/64-8:vocab=64:pairs=3"
+
+
+def of_task(**changes: Any) -> TrainConfig:
+    data: dict[str, Any] = {
+        n: changes.pop(n) for n in ("task", "mix", "tests", "longer", "examples") if n in changes
+    }
+    data = {"task": SMALL} | data
+    return recall(**{"length": 16, "data": TaskData(**data)} | changes)
+
+
+def tasks_of(config: TrainConfig) -> Tasks:
+    assert isinstance(config.data, TaskData)
+    return Tasks(config.data)
 
 
 def recall_of(config: TrainConfig) -> Recall:
@@ -321,6 +338,92 @@ def test_rows_of_recall_grow():
     assert (min(found), max(found)) == (6, 26)
 
 
+@pytest.mark.parametrize("examples", [0, 10])
+def test_tasks_are_the_same_on_any_number_of_ranks_and_from_any_step(examples):
+    config = of_task(mix=(SMALL, SMALL, LARGE), examples=examples)
+    material = tasks_of(config)
+    alone = material.source(config, ALONE)
+    parts = [material.source(config, replace(ALONE, rank=r, ranks=2)) for r in (0, 1)]
+    works = [alone.next() for _ in range(8)]
+    for work in works:
+        both = [part.next() for part in parts]
+        assert torch.equal(torch.cat([part.tokens for part in both]), work.tokens)
+        assert torch.equal(torch.cat([part.targets for part in both]), work.targets)
+    assert [int((work.targets != NO_TARGET).sum()) for work in works] == [8, 8, 12, 8, 8, 12, 8, 8]
+    for step in range(8):
+        again = material.source(config, ALONE)
+        again.load_state_dict({"step": step})
+        assert torch.equal(again.next().tokens, works[step].tokens)
+        assert again.state_dict() == {"step": step + 1}
+    other = material.source(replace(config, seed=1), ALONE).next()
+    assert not torch.equal(other.tokens, works[0].tokens)
+
+
+def test_a_task_gives_new_rows_at_every_step():
+    config = of_task()
+    source = tasks_of(config).source(config, ALONE)
+    for step in range(3):
+        assert torch.equal(source.next().tokens, rows(SMALL, 4, 16, 0, TRAIN, step).tokens)
+
+
+def test_a_fixed_set_is_seen_whole_in_every_epoch_and_each_time_in_another_order():
+    size = BLOCK + 6
+    drawn = [rows(SMALL, BLOCK, 16, 0, TRAIN, i) for i in (0, 1)]
+    answers = {
+        tuple(row): wanted
+        for block in drawn
+        for row, wanted in zip(block.tokens.tolist(), block.targets.tolist(), strict=True)
+    }
+    wanted = [tuple(row) for block in drawn for row in block.tokens.tolist()][:size]
+    config = of_task(examples=size, batch=4)
+    source = tasks_of(config).source(config, ALONE)
+    works = [source.next() for _ in range(size // 2)]  # two epochs
+    seen = [tuple(row) for work in works for row in work.tokens.tolist()]
+    targets = [row for work in works for row in work.targets.tolist()]
+    assert [answers[row] for row in seen] == targets
+    assert sorted(seen[:size]) == sorted(seen[size:]) == sorted(wanted)
+    assert seen[:size] != seen[size:]
+    assert seen[:size] != wanted
+
+
+def test_epochs_follow_each_other_within_a_batch():
+    whole = epoch_order(3, 5, 0, 20).tolist()
+    assert [sorted(whole[i : i + 5]) for i in range(0, 20, 5)] == [[0, 1, 2, 3, 4]] * 4
+    for begin in range(14):
+        assert epoch_order(3, 5, begin, 6).tolist() == whole[begin : begin + 6]
+    assert epoch_order(3, 2, 1, 5).tolist() == epoch_order(3, 2, 0, 6).tolist()[1:]
+
+
+def test_a_task_of_a_mix_goes_through_its_own_set():
+    config = of_task(mix=(SMALL, LARGE, SMALL), examples=8)
+    source = tasks_of(config).source(config, ALONE)
+    works = [source.next() for _ in range(6)]
+    for turns in ((0, 2), (3, 5), (1, 4)):  # two steps of 4 rows are an epoch
+        seen = [tuple(row) for turn in turns for row in works[turn].tokens.tolist()]
+        assert len(set(seen)) == 8
+    assert [work.tokens.shape[1] for work in works] == [64] * 6
+
+
+def test_vocabulary_and_length_are_those_of_the_task(tmp_path):
+    config = of_task(task="mad/compression", tests=("mad/memorisation",), length=0, steps=1)
+    assert (config.length, config.sized().length) == (0, 63)
+    assert of_task(length=8).sized().length == 8
+    train(config, tmp_path / "run")
+    written = json.loads((tmp_path / "run/config.json").read_text())
+    assert (written["model"]["vocab"], written["length"]) == (256, 63)
+    (line,) = lines(tmp_path / "run", "eval")
+    assert {n for n in line if "@" in n} == {"accuracy@compression", "accuracy@memorisation"}
+    assert line["accuracy"] == line["accuracy@compression"]
+    train(replace(config, steps=2), tmp_path / "run", resume=True)
+
+
+def test_what_a_task_cannot_make_is_told_before_anything_is_written(tmp_path):
+    for changes in ({"longer": (7,)}, {"length": 7}, {"tests": ("mad/compression:vocab=17",)}):
+        with pytest.raises(ValueError, match=r"mqar: .* pairs in 7 tokens|compression: 63 tokens"):
+            train(of_task(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_rows_of_text_go_on_and_begin_where_documents_do(books):
     config = of_text(books)
     source = text_of(config).source(config, ALONE)
@@ -392,6 +495,36 @@ def whole(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
     train(recall(), out)
     return out
+
+
+@pytest.mark.slow
+def test_a_small_delta_net_learns_mqar(tmp_path):
+    config = TrainConfig(
+        model=ModelConfig(dim=64, depth=2, heads=2, rule="delta_net"),
+        data=TaskData(task="mqar/64-4:vocab=32", longer=(32,)),
+        optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0),
+        schedule=Schedule(warmup=50),
+        steps=300,
+        batch=64,
+        length=16,
+        threads=1,
+    )
+    train(config, tmp_path / "run")
+    (line,) = lines(tmp_path / "run", "eval")
+    assert line["accuracy"] > 0.9  # of 16 values, 4 are told
+    assert line["accuracy@32"] > 0.5
+
+
+def test_a_killed_run_of_a_mix_goes_on_bit_for_bit(tmp_path):
+    config = of_task(mix=(SMALL, LARGE), examples=6, longer=(24,), steps=6, evaluate_every=0)
+    train(config, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(config, tmp_path / "killed", watch=[Killing(5)])
+    train(config, tmp_path / "killed", resume=True)
+    for name, expected in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "killed")[name], expected), name
+    last = [lines(tmp_path / run, "eval")[-1] for run in ("whole", "killed")]
+    assert last[0] == last[1]
 
 
 @pytest.mark.parametrize("at", [1, 3, 8])
@@ -497,6 +630,38 @@ def test_evaluation_counts_what_is_right(tmp_path):
         if length == 12:
             assert figures["loss"] == pytest.approx(nats / count, rel=1e-5)
     assert evaluate(config, ALONE, NextToken(model), material) == figures
+
+
+def test_evaluation_of_tasks_counts_what_is_right_by_length_and_test():
+    config = of_task(longer=(40,), tests=(LARGE, SMALL), evaluate_batches=2)
+    torch.manual_seed(0)
+    model = LanguageModel(replace(MODEL, vocab=64))
+    objective = NextToken(model)
+    figures = evaluate(config, ALONE, objective, tasks_of(config))
+    tests = {
+        "64-4:vocab=32:pairs=2": (SMALL, 16),
+        "40": (SMALL, 40),
+        "64-8:vocab=64:pairs=3": (LARGE, 64),
+    }
+    assert [n.partition("@")[2] for n in figures if "@" in n] == list(tests)
+    for name, (task, length) in tests.items():
+        made = [rows(task, 4, length, 0, EVALUATE, i) for i in (0, 1)]
+        tokens, targets = (torch.cat(part) for part in zip(*made, strict=True))
+        asked = targets != NO_TARGET
+        right = (model(tokens)[0].argmax(-1) == targets)[asked].double().mean()
+        assert figures[f"accuracy@{name}"] == pytest.approx(float(right))
+        if length == 16:
+            assert figures["accuracy"] == figures[f"accuracy@{name}"]
+            assert figures["loss"] == pytest.approx(model.loss(tokens, targets)[0].item(), rel=1e-5)
+    # other seeds and ranks are tested on the same; long rows come in parts
+    assert evaluate(replace(config, seed=5), ALONE, objective, tasks_of(config)) == figures
+    works = list(tasks_of(config).tests(config, ALONE)[40])
+    assert [len(work.tokens) for work in works] == [1] * 8
+    for rank in (0, 1):
+        half = tasks_of(config).tests(config, replace(ALONE, rank=rank, ranks=2))[40]
+        tokens = torch.cat([work.tokens for work in half])
+        expected = [rows(SMALL, 4, 40, 0, EVALUATE, i).tokens[2 * rank :][:2] for i in (0, 1)]
+        assert torch.equal(tokens, torch.cat(expected))
 
 
 def test_evaluation_of_text_is_of_documents_that_were_kept(books):

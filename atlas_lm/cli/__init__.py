@@ -18,15 +18,18 @@ import tyro
 from atlas_lm.cli.ask import Ask
 from atlas_lm.cli.data import Data
 from atlas_lm.cli.doctor import Doctor
+from atlas_lm.cli.eval import Eval
 from atlas_lm.cli.generate import Generate
 from atlas_lm.cli.inspect import Inspect
 from atlas_lm.cli.read import Read
 from atlas_lm.cli.rebuild import Rebuild
 from atlas_lm.cli.report import Report
+from atlas_lm.cli.sweep import SweepHelp, parse_sweep
 from atlas_lm.cli.train import TrainHelp, parse_train
 
 if TYPE_CHECKING:
     from atlas_lm.cli.recipe import RecipeRun
+    from atlas_lm.cli.sweep import SweepRun
 
 DONE, MISTAKE, BROKEN_PIPE, INTERRUPTED = 0, 2, 141, 130
 TRACEBACK = "ATLAS_LM_TRACEBACK"
@@ -43,6 +46,8 @@ Command = (
     | Annotated[Rebuild, tyro.conf.subcommand("rebuild")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | TrainHelp
+    | SweepHelp
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
@@ -82,13 +87,15 @@ def _run(args: list[str]) -> None:
         command.run()
 
 
-def _parsed(args: list[str]) -> Command | RecipeRun | None:
+def _parsed(args: list[str]) -> Command | RecipeRun | SweepRun | None:
     """The command that was asked for; None if it was help, which is printed."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):
             if args[0] == "train" and args[1:] and args[1] not in ("-h", "--help"):
                 return parse_train(args[1:])
+            if args[0] == "sweep" and args[1:] and args[1] not in ("-h", "--help"):
+                return parse_sweep(args[1:])
             return tyro.cli(Command, prog="atlas-lm", description=DESCRIPTION, args=args)
     except SystemExit as stop:
         if not stop.code:

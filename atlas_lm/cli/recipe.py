@@ -17,6 +17,7 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Suppress, arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from atlas_lm.models.config import MIXERS
+from atlas_lm.nn.fla import PREFIX, FlaConfig
 from atlas_lm.rules import RULES, Rule
 from atlas_lm.train.config import TrainConfig, nearest
 
@@ -126,6 +127,8 @@ def rule_from(text: str) -> RuleType:
 
 
 def _one_rule(text: str) -> str | Rule:
+    if text.startswith(PREFIX):
+        return FlaConfig.parsed(text, dim=1, heads=1).rule
     name, *changes = text.split(":")
     names = (*RULES, *MIXERS)
     if name not in names:

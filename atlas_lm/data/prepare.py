@@ -123,7 +123,7 @@ def prepare(
     again    replace what was prepared there before; unfinished work is always begun anew
     """
     begun, out = monotonic(), Path(options.out)
-    sources = [_source(name, options) for name in options.sources]
+    sources = [open_source(name, options) for name in options.sources]
     tokenizer: Tokenizer = (
         ByteTokenizer() if options.tokenizer == BYTES else FileTokenizer(options.tokenizer)
     )
@@ -137,8 +137,8 @@ def prepare(
             stack.enter_context(ShardWriter(folder, tokenizer, options.shard_tokens))
             for folder in folders
         )
-        _tell(progress, sources, 0, 0)
-        for text, done in _documents(sources):
+        tell(progress, sources, 0, 0)
+        for text, done in documents_of(sources):
             tokens = _encoded(text, tokenizer) if text.strip() else None
             if tokens is None or not len(tokens):
                 empty += 1
@@ -146,7 +146,7 @@ def prepare(
             writer = valid[0] if valid and _is_valid(text, options) else train
             writer.add(_closed(tokens, tokenizer))
             size += len(text.encode())
-            _tell(progress, sources, done, train.tokens + sum(w.tokens for w in valid))
+            tell(progress, sources, done, train.tokens + sum(w.tokens for w in valid))
         _check_not_empty(options, train, valid, empty)
         # The whole is finished when the first folder is.
         manifests = [writer.finish(options.command) for writer in (*valid, train)]
@@ -168,7 +168,7 @@ def _claimed(out: Path, valid: bool, again: bool) -> list[Path]:
     return [out, out / VALID] if valid else [out]
 
 
-def _tell(progress: Progress | None, sources: list[_Source], done: int, tokens: int) -> None:
+def tell(progress: Progress | None, sources: list[Source], done: int, tokens: int) -> None:
     if progress is None:
         return
     from atlas_lm.reading import Step
@@ -224,7 +224,7 @@ def _is_valid(text: str, options: Options) -> bool:
 
 
 def _train_tokenizer(
-    sources: list[_Source], size: int, path: Path, progress: Progress | None
+    sources: list[Source], size: int, path: Path, progress: Progress | None
 ) -> None:
     """Byte-level BPE of all documents, with every digit a token of its own."""
     try:
@@ -248,9 +248,9 @@ def _train_tokenizer(
     )
 
     def blocks() -> Iterator[str]:
-        for text, done in _documents(sources):
+        for text, done in documents_of(sources):
             yield from _blocks(text)
-            _tell(progress, sources, done, 0)
+            tell(progress, sources, done, 0)
 
     library.train_from_iterator(blocks(), trainer)
     write_whole(path, library.to_str(pretty=True).encode())
@@ -266,7 +266,7 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Documents that can be gone through more than once."""
 
     size: int | None
@@ -274,7 +274,7 @@ class _Source:
     documents: Callable[[], Iterator[Document]]
 
 
-def _documents(sources: list[_Source]) -> Iterator[Document]:
+def documents_of(sources: list[Source]) -> Iterator[Document]:
     """Of all sources, with the bytes of all that came before."""
     before = 0
     for source in sources:
@@ -284,7 +284,7 @@ def _documents(sources: list[_Source]) -> Iterator[Document]:
         before += done if source.size is None else source.size
 
 
-def _source(name: str, options: Options) -> _Source:
+def open_source(name: str, options: Options) -> Source:
     """The source that is called so; it is looked for, not yet read."""
     if name.startswith(HUGGING_FACE):
         return _hugging_face(name, options)
@@ -307,7 +307,7 @@ def _source(name: str, options: Options) -> _Source:
                 yield Document(text, before + done)
             before += file.stat().st_size
 
-    return _Source(sum(file.stat().st_size for file in files), documents)
+    return Source(sum(file.stat().st_size for file in files), documents)
 
 
 def _files_in(folder: Path, out: Path) -> list[Path]:
@@ -413,7 +413,7 @@ def _field(value: Any, field: str, where: str) -> str:
     return text
 
 
-def _hugging_face(name: str, options: Options) -> _Source:
+def _hugging_face(name: str, options: Options) -> Source:
     """`hf:NAME[:CONFIG][:SPLIT]`, streamed; the split is train unless it is named."""
     try:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
@@ -430,7 +430,7 @@ def _hugging_face(name: str, options: Options) -> _Source:
         texts = (_field(row, options.field, f"{name}: row {i}") for i, row in enumerate(rows))
         return _counted(texts)
 
-    return _Source(None, documents)
+    return Source(None, documents)
 
 
 def _counted(texts: Iterable[str]) -> Iterator[Document]:
@@ -440,15 +440,15 @@ def _counted(texts: Iterable[str]) -> Iterator[Document]:
         yield Document(text, done)
 
 
-def _python_manual() -> _Source:
+def _python_manual() -> Source:
     """The topics of `help()`, a document each."""
     from pydoc_data.topics import topics
 
     texts = [topics[name] for name in sorted(topics)]
-    return _Source(sum(len(text.encode()) for text in texts), lambda: _counted(texts))
+    return Source(sum(len(text.encode()) for text in texts), lambda: _counted(texts))
 
 
-def _python_docstrings() -> _Source:
+def _python_docstrings() -> Source:
     """The docstrings of the standard library, a document for each of its modules."""
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -467,7 +467,7 @@ def _python_docstrings() -> _Source:
             if text:
                 yield Document(text, done)
 
-    return _Source(sum(path.stat().st_size for path in files), documents)
+    return Source(sum(path.stat().st_size for path in files), documents)
 
 
 def _docstrings(path: Path, module: str) -> str:

@@ -21,6 +21,7 @@ from torch.nn.functional import silu
 
 from atlas_lm.models.config import MIXERS, ModelConfig
 from atlas_lm.nn.attention import Attention, AttentionState
+from atlas_lm.nn.fla import PREFIX, FlaMixer
 from atlas_lm.nn.memory import LayerState, MemoryLayer
 from atlas_lm.nn.mlp import SwiGLU
 from atlas_lm.nn.norm import RMSNorm, unit
@@ -77,9 +78,11 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x)), state
 
 
-def mixer_of(config: ModelConfig, rule: str | Rule) -> Attention | MemoryLayer:
+def mixer_of(config: ModelConfig, rule: str | Rule) -> Attention | FlaMixer | MemoryLayer:
     if isinstance(rule, str) and rule in MIXERS:
         return Attention(config.attention(rule))
+    if isinstance(rule, str) and rule.startswith(PREFIX):
+        return FlaMixer(config.fla(rule))
     return MemoryLayer(config.memory(rule))
 
 

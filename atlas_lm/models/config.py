@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from atlas_lm.nn.attention import AttentionConfig
+from atlas_lm.nn.fla import PREFIX, FlaConfig
 from atlas_lm.nn.memory import MemoryConfig
 from atlas_lm.nn.stream import expect_count
 from atlas_lm.ops.memorize import Impl
@@ -37,8 +38,8 @@ class ModelConfig:
     heads: int = 4
     """Memories, or heads of attention, of a block."""
     rule: str | Rule | tuple[str | Rule, ...] = "atlas"
-    """What mixes tokens: a row of RULES by name, any Rule, or, in plain blocks, "attention" or
-    "swa". A tuple is repeated over the blocks."""
+    """What mixes tokens: a row of RULES by name, any Rule, or, in plain blocks, "attention", "swa"
+    or "fla:GatedDeltaNet", a layer of that package. A tuple is repeated over the blocks."""
     block: str = "plain"
     """"plain", or memory beside attention: "mac", "mag" (gated), "mag_sum", "mal"."""
     d_k: int | None = None
@@ -79,12 +80,15 @@ class ModelConfig:
             self._check_mixer(rule)
 
     def _check_mixer(self, rule: str | Rule) -> None:
-        if isinstance(rule, str) and rule not in (*RULES, *MIXERS):
-            raise ValueError(f"rule: {rule!r} is not one of {', '.join((*RULES, *MIXERS))}")
-        if isinstance(rule, str) and rule in MIXERS:
+        others = isinstance(rule, str) and rule.startswith(PREFIX)
+        if isinstance(rule, str) and not others and rule not in (*RULES, *MIXERS):
+            raise ValueError(
+                f"rule: {rule!r} is not one of {', '.join((*RULES, *MIXERS))}, {PREFIX}LAYER"
+            )
+        if isinstance(rule, str) and (others or rule in MIXERS):
             if self.block != "plain":
                 raise ValueError(f"rule: {rule!r} is for block='plain'; {self.block!r} has its own")
-            self.attention(rule)
+            self.fla(rule) if others else self.attention(rule)
         else:
             self.memory(rule)
             if self.block != "plain":
@@ -108,6 +112,10 @@ class ModelConfig:
         return AttentionConfig(
             dim=self.dim, heads=self.heads, window=window, persistent=self.persistent
         )
+
+    def fla(self, rule: str) -> FlaConfig:
+        """The layer of flash-linear-attention of a block."""
+        return FlaConfig.parsed(rule, self.dim, self.heads)
 
     @property
     def mlp_width(self) -> int:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 LINES: dict[str, str] = {
     "quickstart": "a small Atlas learns to recall pairs, on two CPU cores in minutes",
     "recall": "the same task for a model and lengths of your choice",
+    "mqar": "multi-query associative recall, the published mix and tests",
+    "mad": "one of the six tasks of MAD, as published: --data.task mad/compression",
+    "niah": "needles in a haystack, as RULER hides them, at up to 4,096 tokens",
+    "babilong": "questions of bAbI with their facts hidden in books, at up to 8,192 tokens",
     "python_text": "a small Atlas on the texts that every Python carries, by bytes",
     "books": "100M parameters at 4,096 tokens, on text of yours: --data.path DIR",
     "paper_170m": "the paper's 170M for its 15B tokens: --data.path DIR",
@@ -30,11 +34,25 @@ LINES: dict[str, str] = {
 def __getattr__(name: str) -> dict[str, Callable[[], TrainConfig]]:
     if name != "RECIPES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from atlas_lm.recipes import books, paper, python_text, quickstart, recall
+    from atlas_lm.recipes import (
+        babilong,
+        books,
+        mad,
+        mqar,
+        niah,
+        paper,
+        python_text,
+        quickstart,
+        recall,
+    )
 
     return {
         "quickstart": quickstart.quickstart,
         "recall": recall.recall,
+        "mqar": mqar.mqar,
+        "mad": mad.mad,
+        "niah": niah.niah,
+        "babilong": babilong.babilong,
         "python_text": python_text.python_text,
         "books": books.books,
         "paper_170m": paper.paper_170m,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import grows, name_of
+from atlas_lm.tasks.rows import RowTask, row_task
+from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
 
@@ -62,8 +64,96 @@ class RecallData:
                 raise ValueError(f"data.{name}: {length}; expected 3 tokens or more, one pair")
 
 
-Data = TextData | PythonText | RecallData
-KINDS: dict[str, type[Data]] = {"text": TextData, "python": PythonText, "recall": RecallData}
+@dataclass(frozen=True, kw_only=True)
+class TaskData:
+    """Rows of a task of `atlas_lm.tasks.rows`; its settings are changed in its name, as in
+    mqar/64-4:vocab=64."""
+
+    task: str = "mqar"
+    """What is learned and evaluated: NAME[:SETTING=NUMBER...]."""
+    mix: tuple[str, ...] = ()
+    """Tasks to learn instead, a step each in turn, at their own lengths."""
+    tests: tuple[str, ...] = ()
+    """Tasks to evaluate besides, at their own lengths."""
+    longer: tuple[int, ...] = ()
+    """Lengths in tokens, besides that of training, at which the task is evaluated."""
+    examples: int | None = 0
+    """Rows of each task, in another order in every epoch; 0: new ones at every step; None: as many
+    as its authors train on."""
+
+    def __post_init__(self) -> None:
+        for length in self.longer:
+            _expect_at_least("data.longer", length, 1)
+        if self.examples is not None:
+            _expect_at_least("data.examples", self.examples, 0)
+        for task in self.learned:
+            if self.rows_of(task) is None:
+                raise ValueError(
+                    f"data.examples: nobody has published how many rows of {task.name} to learn "
+                    "from; expected a number, or 0 for new ones at every step"
+                )
+        _ = self.vocab  # a name that is none is told now
+
+    @property
+    def learned(self) -> tuple[RowTask, ...]:
+        """The tasks of the steps, in turn."""
+        return tuple(row_task(name) for name in self.mix or (self.task,))
+
+    @property
+    def vocab(self) -> int:
+        """Ids that the model has to have."""
+        return max(row_task(name).vocab for name in (self.task, *self.mix, *self.tests))
+
+    def rows_of(self, task: RowTask) -> int | None:
+        """Rows of this task to learn from; 0: as many as there are steps for."""
+        if self.examples is None:
+            return task.train_examples or None
+        return self.examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionData:
+    """Texts with a question each, of `atlas_lm.tasks.table`: a row is a text, its question and the
+    answer, and the answer alone is learned."""
+
+    tasks: tuple[str, ...] = ("babilong/qa1",)
+    """What is learned, a step each in turn, and evaluated: niah/..., babilong/..."""
+    lengths: tuple[int, ...] = ()
+    """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
+    longer: tuple[int, ...] = ()
+    """Lengths, besides that of the run, at which it is evaluated."""
+    books: str | None = None
+    """Folder of texts in which facts are hidden; None: docstrings of Python."""
+    test_books: str | None = None
+    """The same for evaluation; None: those of training, or Python's manual."""
+    babi: str | None = None
+    """Folder of bAbI's own files; None: stories that are made by its rules."""
+    words: str | None = None
+    """Folder of RULER's lists of words; None: a list of ours."""
+    tokenizer: str | None = None
+    """A tokenizer.json (the extra `text`); None: bytes."""
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError("data.tasks: none; expected one or more, such as babilong/qa1")
+        for name in self.tasks:
+            if name not in TEXT_TASKS:
+                raise ValueError(
+                    f"data.tasks: {name!r}{nearest(name, TEXT_TASKS)} is none of the texts with "
+                    "questions; expected niah/pass-key, babilong/qa1 or another of them"
+                )
+        for length in (*self.lengths, *self.longer):
+            _expect_at_least("data.lengths and data.longer", length, 1)
+
+
+Data = TextData | PythonText | RecallData | TaskData | QuestionData
+KINDS: dict[str, type[Data]] = {
+    "text": TextData,
+    "python": PythonText,
+    "recall": RecallData,
+    "task": TaskData,
+    "questions": QuestionData,
+}
 
 
 # The run
@@ -74,7 +164,7 @@ class TrainConfig:
     """A run: what is trained, on what, how, and what is kept of it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model; of text, its vocabulary becomes that of the data."""
+    """The model; of text and tasks, its vocabulary becomes that of the data."""
     data: Data = field(default_factory=RecallData)
     """What it is trained on."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -87,7 +177,7 @@ class TrainConfig:
     batch: int = 32
     """Rows of a step, of all ranks together."""
     length: int = 256
-    """Tokens of a row."""
+    """Tokens of a row; 0, of a task: as it was published."""
     segment: int | None = None
     """Backpropagate through so many tokens, memory going on from one segment to the next; None:
     through the whole row."""
@@ -131,8 +221,9 @@ class TrainConfig:
     """When it does so."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_batches"):
+        for name in ("steps", "batch", "accumulate", "log_every", "evaluate_batches"):
             _expect_at_least(name, getattr(self, name), 1)
+        _expect_at_least("length", self.length, 0 if isinstance(self.data, TaskData) else 1)
         for name in (
             "seed",
             "threads",
@@ -156,10 +247,23 @@ class TrainConfig:
             self._check_carry()
         if isinstance(self.data, RecallData):
             self._check_recall(self.data)
+        if isinstance(self.data, QuestionData) and max(self.data.lengths, default=0) > self.length:
+            raise ValueError(
+                f"data.lengths: up to {max(self.data.lengths)}; expected at most the length, "
+                f"{self.length}, for which there is memory"
+            )
+
+    @property
+    def of_text(self) -> bool:
+        """It has a target at every token, and samples for people to read."""
+        return isinstance(self.data, TextData | PythonText)
 
     def _check_carry(self) -> None:
-        if isinstance(self.data, RecallData):
-            raise ValueError("carry: the rows of recall do not go on; expected text, or no --carry")
+        if not self.of_text:
+            kind = "recall" if isinstance(self.data, RecallData) else "a task"
+            raise ValueError(
+                f"carry: the rows of {kind} do not go on; expected text, or no --carry"
+            )
         growing = [name_of(rule) for rule in self.model.rules if grows(rule)]
         if growing:
             raise ValueError(
@@ -178,6 +282,12 @@ class TrainConfig:
                 f"length: {longest} tokens of recall are {longest // 3} pairs, with keys among "
                 f"{half}; expected 3 tokens or more, and --model.vocab {2 * (longest // 3)} or more"
             )
+
+    def sized(self) -> TrainConfig:
+        """With the published length of its task, where the length is 0."""
+        if self.length or not isinstance(self.data, TaskData):
+            return self
+        return replace(self, length=row_task(self.data.task).length)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a JSON file."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import exp
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from atlas_lm.train.config import RecallData, TrainConfig
+from atlas_lm.models.lm import ModelState
+from atlas_lm.train.config import QuestionData, TrainConfig
 from atlas_lm.train.ranks import Ranks
-from atlas_lm.train.sources import Material
+from atlas_lm.train.sources import Material, Work
 from atlas_lm.train.step import precision
 
 MOST_NATS = 700.0
@@ -20,29 +21,49 @@ MOST_NATS = 700.0
 def evaluate(
     config: TrainConfig, ranks: Ranks, objective: nn.Module, material: Material
 ) -> dict[str, float]:
-    """`loss` and `perplexity`; of recall, `accuracy` at the length of training and
-    `accuracy@LENGTH` at every one. Nothing where there is nothing to evaluate on."""
-    judge = isinstance(config.data, RecallData)
+    """`loss` and `perplexity`; of recall and tasks, `accuracy` (the share of all questions that are
+    answered right) at the length of training, and `accuracy@LENGTH` or `accuracy@TEST` of each.
+    Nothing where there is nothing to evaluate on."""
     found: dict[str, float] = {}
-    for length, works in material.tests(config, ranks).items():
-        nats = count = right = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for name, works in material.tests(config, ranks).items():
+        sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
         state = None
         for work in works:
             if not config.carry:
                 state = None
-            for segment in work.segments(config.segment):
-                with precision(config, ranks):
-                    tokens, targets, reset = segment.to(ranks.device)
-                    made = objective(tokens, targets, state, reset, judge)
-                state = made[2]
-                nats, count = nats + made[0], count + made[1]
-                if judge:
-                    right = right + made[3]
-        nats, count, right = ranks.sum(torch.stack([nats, count, right])).tolist()
+            of_work, state = _sums(config, ranks, objective, work, state)
+            sums += of_work
+        nats, count, right, asked = ranks.sum(sums).tolist()
         if not found:
             loss = nats / count
             found |= {"loss": loss, "perplexity": exp(min(loss, MOST_NATS))}
-        if judge:
-            found.setdefault("accuracy", right / count)
-            found[f"accuracy@{length}"] = right / count
+        if not config.of_text:
+            found.setdefault("accuracy", right / asked)
+            found[f"accuracy@{name}"] = right / asked
     return found
+
+
+def _sums(
+    config: TrainConfig,
+    ranks: Ranks,
+    objective: nn.Module,
+    work: Work,
+    state: ModelState | None,
+) -> tuple[Tensor, ModelState | None]:
+    """Nats, targets, right answers and answers: of texts with questions a row has one answer, of
+    which every token has to be right, elsewhere every target is one."""
+    judge = not config.of_text
+    nats = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    count = wrong = torch.zeros((), dtype=torch.int64, device=ranks.device)
+    for segment in work.segments(config.segment):
+        with precision(config, ranks):
+            tokens, targets, reset = segment.to(ranks.device)
+            made = objective(tokens, targets, state, reset, judge)
+        state = made[2]
+        nats, count = nats + made[0], count + made[1]
+        if judge:
+            wrong = wrong + made[3]
+    right, asked = count - wrong.sum(), count
+    if isinstance(config.data, QuestionData):
+        right, asked = (wrong == 0).sum(), torch.full_like(count, len(work.tokens))
+    return torch.stack([nats, *(n.double() for n in (count, right, asked))]), state

@@ -25,7 +25,7 @@ from atlas_lm.models.lm import LanguageModel
 from atlas_lm.text import save_tokenizer
 from atlas_lm.train import random_state
 from atlas_lm.train.checkpoints import Checkpoints
-from atlas_lm.train.config import RecallData, TrainConfig
+from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.evaluate import evaluate
 from atlas_lm.train.guard import (
     NotFinite,
@@ -77,6 +77,7 @@ def train(
     device    cpu or cuda; None: on a GPU if there is one
     recipe    what the config was made by, to be written beside it
     """
+    config = config.sized()
     ranks = Ranks.join(device)
     try:
         with explained_memory(config, ranks), ExitStack() as stack:
@@ -156,7 +157,7 @@ class Run:
         torch.manual_seed(config.seed)
         self.model = LanguageModel(config.model).to(ranks.device)
         self.model.checkpointing = config.checkpointing
-        objective = NextToken(self.model, dense=not isinstance(config.data, RecallData))
+        objective = NextToken(self.model, dense=config.of_text)
         for block in self.model.blocks if config.compile else ():
             block.compile()  # in place; the loss makes its own gradients, which no compiler traces
         self.objective = shard(objective, ranks, config.parallel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from atlas_lm.models.lm import NO_TARGET, LanguageModel, ModelState
@@ -29,7 +30,7 @@ class NextToken(nn.Module):
         judge: bool = False,
     ) -> tuple[Tensor, Tensor, ModelState] | tuple[Tensor, Tensor, ModelState, Tensor]:
         """Sum of the losses in nats, number of targets, state; with `judge`, also how many targets
-        are what the model holds for the likeliest."""
+        of each row `[b]` are not what the model holds for the likeliest."""
         x, state = self.model.encode(tokens, state, reset=reset)
         if self.dense:
             x, wanted = x.flatten(0, 1), targets.flatten()
@@ -40,5 +41,6 @@ class NextToken(nn.Module):
         count = wanted.new_full((), len(wanted))
         if not judge:
             return nats, count, state
-        right = (self.model.logits(x).argmax(-1) == wanted).sum()
-        return nats, count, state, right
+        wrong = torch.zeros_like(targets)
+        wrong[targets != NO_TARGET] = (self.model.logits(x).argmax(-1) != wanted).to(wrong.dtype)
+        return nats, count, state, wrong.sum(1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from atlas_lm.models.block import MemoryAsLayer
 from atlas_lm.models.lm import LanguageModel
 from atlas_lm.nn.memory import MemoryLayer
-from atlas_lm.trace import trace_layer
+from atlas_lm.trace import surprise
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.guard import eagerly
 from atlas_lm.train.ranks import Ranks
@@ -73,14 +73,14 @@ def _watch_memory(layer: Any, number: int, seen: dict[str, list[Tensor]]) -> lis
             seen.setdefault(f"retention/{number}", []).append(made.retention.float().mean())
             seen.setdefault(f"rate/{number}", []).append(made.rate.float().mean())
 
-    def surprise(module: Any, inputs: tuple, _output: Any) -> None:
+    def surprised(module: Any, inputs: tuple, _output: Any) -> None:
         nonlocal looking
         looking = True  # which makes the gates again
-        traced = trace_layer(module, *inputs)
+        found = surprise(module, *inputs)
         looking = False
-        seen.setdefault(f"inner_loss/{number}", []).append(traced.surprise.mean())
+        seen.setdefault(f"inner_loss/{number}", []).append(found.mean())
 
-    return [layer.gates.register_forward_hook(gates), layer.register_forward_hook(surprise)]
+    return [layer.gates.register_forward_hook(gates), layer.register_forward_hook(surprised)]
 
 
 def _watch_branches(block: Any, number: int, seen: dict[str, list[Tensor]]) -> list[Any]:

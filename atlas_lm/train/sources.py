@@ -1,11 +1,11 @@
-"""Where batches come from: token shards, or recall made up as it goes.
+"""Where batches come from: token shards, or recall and other tasks made up as it goes.
 
 A batch follows from the seed and the step, whatever the number of ranks: each takes its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,14 +18,21 @@ from atlas_lm.data.recall import associative_recall
 from atlas_lm.data.shards import MANIFEST, Shards
 from atlas_lm.data.stream import Batches
 from atlas_lm.ops.host import to_device
+from atlas_lm.tasks.rows import EVALUATE, TRAIN, Rows, RowTask, row_task, rows
 from atlas_lm.text import Tokenizer
-from atlas_lm.train.config import PythonText, RecallData, TextData, TrainConfig
+from atlas_lm.train.config import (
+    PythonText,
+    QuestionData,
+    RecallData,
+    TaskData,
+    TextData,
+    TrainConfig,
+)
 from atlas_lm.train.ranks import Ranks, agreed
 
-TRAIN, EVALUATE = 0, 1
-"""Recall of training and of evaluation never meet."""
 EVALUATION_SEED = 0
-"""Of the order in which validation texts are read: the same in every run, so that runs compare."""
+"""Of the order in which validation texts are read, and of tests that are made: the same in every
+run, so that runs compare."""
 
 
 class Work(NamedTuple):
@@ -60,6 +67,10 @@ class Work(NamedTuple):
         return Work(*moved)  # pyright: ignore[reportArgumentType]
 
 
+Tests = Mapping[int | str, Iterator[Work]]
+"""Rows to evaluate, by their length or by the name of the test."""
+
+
 class Source(Protocol):
     """Endless batches, of one rank, that go on from any step."""
 
@@ -77,8 +88,8 @@ class Material(Protocol):
 
     def source(self, config: TrainConfig, ranks: Ranks) -> Source: ...
 
-    def tests(self, config: TrainConfig, ranks: Ranks) -> dict[int, Iterator[Work]]:
-        """This rank's rows of what is evaluated, by length; the first is that of training."""
+    def tests(self, config: TrainConfig, ranks: Ranks) -> Tests:
+        """This rank's rows of what is evaluated; the first is that of training."""
         ...
 
     def prompts(self, count: int) -> list[str]:
@@ -90,6 +101,12 @@ def open_material(config: TrainConfig, folder: Path) -> Material:
     """The data of a run; what it has to make itself is kept in this folder."""
     if isinstance(config.data, RecallData):
         return Recall(config.data)
+    if isinstance(config.data, TaskData):
+        return Tasks(config.data)
+    if isinstance(config.data, QuestionData):
+        from atlas_lm.train.questions import QuestionMaterial
+
+        return QuestionMaterial(config.data, folder)
     if isinstance(config.data, PythonText):
         agreed(lambda: _prepare_python(config.data, folder))  # pyright: ignore[reportArgumentType]
         return Text(TextData(path=str(folder)))
@@ -139,7 +156,7 @@ class Text:
         )
         return TextSource(batches, config.carry)
 
-    def tests(self, config: TrainConfig, ranks: Ranks) -> dict[int, Iterator[Work]]:
+    def tests(self, config: TrainConfig, ranks: Ranks) -> Tests:
         if self.valid is None:
             return {}
         batches = self._valid_batches(self.valid, config, ranks)
@@ -216,7 +233,7 @@ class Recall:
     def source(self, config: TrainConfig, ranks: Ranks) -> RecallSource:
         return RecallSource(config, self.data, ranks)
 
-    def tests(self, config: TrainConfig, ranks: Ranks) -> dict[int, Iterator[Work]]:
+    def tests(self, config: TrainConfig, ranks: Ranks) -> Tests:
         def works(length: int) -> Iterator[Work]:
             for number in range(config.evaluate_batches):
                 yield recall_rows(config, ranks, length, EVALUATE, number)
@@ -264,5 +281,120 @@ def recall_rows(config: TrainConfig, ranks: Ranks, length: int, part: int, numbe
     seed = np.random.SeedSequence([config.seed if part == TRAIN else EVALUATION_SEED, part, number])
     generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
     tokens, targets = associative_recall(config.batch, length // 3, config.model.vocab, generator)
-    share = config.batch // ranks.ranks
-    return Work(tokens, targets, None).rows(ranks.rank * share, (ranks.rank + 1) * share)
+    return _share(Rows(tokens, targets), ranks)
+
+
+def _share(drawn: Rows, ranks: Ranks) -> Work:
+    """This rank's part of the rows of all."""
+    share = len(drawn.tokens) // ranks.ranks
+    return Work(*drawn, None).rows(ranks.rank * share, (ranks.rank + 1) * share)
+
+
+# Tasks
+
+
+class Tasks:
+    """Rows of tasks: one at the length of training and at others, or several in turn."""
+
+    tokenizer: Tokenizer | None = None
+
+    def __init__(self, data: TaskData):
+        self.data = data
+        self.vocab: int | None = data.vocab
+
+    def source(self, config: TrainConfig, ranks: Ranks) -> TaskSource:
+        return TaskSource(config, self.data, ranks)
+
+    def tests(self, config: TrainConfig, ranks: Ranks) -> Tests:
+        """By length, or by what distinguishes the name of each test from that of its family."""
+        task = row_task(self.data.task)
+        length = config.length or task.length
+        wanted: dict[int | str, tuple[RowTask, int]] = {
+            _short(task) if self.data.tests else length: (task, length)
+        }
+        wanted |= {longer: (task, longer) for longer in self.data.longer}
+        for other in map(row_task, self.data.tests):
+            wanted.setdefault(_short(other), (other, other.length))
+        for each, tokens in wanted.values():
+            rows(each, 1, tokens, 0, EVALUATE, 0)  # what cannot be made is told now
+        most = config.batch // ranks.ranks * length
+        return {name: _test_works(config, ranks, *of, most) for name, of in wanted.items()}
+
+    def prompts(self, count: int) -> list[str]:
+        return []
+
+
+def _short(task: RowTask) -> str:
+    """`64-4` of `mqar/64-4`."""
+    return task.name.partition("/")[2] or task.name
+
+
+def _test_works(
+    config: TrainConfig, ranks: Ranks, task: RowTask, length: int, most: int
+) -> Iterator[Work]:
+    """The batches of a test; of long rows in parts, which take no more tokens than training."""
+    for number in range(config.evaluate_batches):
+        drawn = rows(task, config.batch, length, EVALUATION_SEED, EVALUATE, number)
+        work = _share(drawn, ranks)
+        size = max(most // length, 1)
+        for begin in range(0, len(work.tokens), size):
+            yield work.rows(begin, begin + size)
+
+
+BLOCK = 256
+"""Rows of a fixed set that are drawn at a time."""
+
+
+class TaskSource:
+    """At every step the next task in turn: new rows, or the next of a fixed set."""
+
+    def __init__(self, config: TrainConfig, data: TaskData, ranks: Ranks):
+        self.config, self.data, self.ranks = config, data, ranks
+        self.turns = data.learned
+        self.step = 0
+        self._sets: dict[str, Rows] = {}
+        for task in self.turns:
+            rows(task, 1, self.length(task), 0, TRAIN, 0)  # what cannot be made is told now
+
+    def length(self, task: RowTask) -> int:
+        """Tokens of its rows: those of a mix have their own."""
+        return task.length if self.data.mix else self.config.length or task.length
+
+    def next(self) -> Work:
+        task = self.turns[self.step % len(self.turns)]
+        batch, seed, size = self.config.batch, self.config.seed, self.data.rows_of(task)
+        if size:
+            chosen = torch.from_numpy(epoch_order(seed, size, self._taken(task) * batch, batch))
+            drawn = Rows(*(part[chosen].long() for part in self._examples(task, size)))
+        else:
+            drawn = rows(task, batch, self.length(task), seed, TRAIN, self.step)
+        self.step += 1
+        return _share(drawn, self.ranks)
+
+    def _taken(self, task: RowTask) -> int:
+        """Steps that this task had before this one."""
+        names = [each.name for each in self.turns]
+        rounds, turn = divmod(self.step, len(names))
+        return rounds * names.count(task.name) + names[:turn].count(task.name)
+
+    def _examples(self, task: RowTask, size: int) -> Rows:
+        """The fixed set, made when it is first needed: 8 bytes a token."""
+        if task.name not in self._sets:
+            length, seed = self.length(task), self.config.seed
+            blocks = [rows(task, BLOCK, length, seed, TRAIN, i) for i in range(-(-size // BLOCK))]
+            parts = zip(*blocks, strict=True)
+            self._sets[task.name] = Rows(*(torch.cat(part)[:size].int() for part in parts))
+        return self._sets[task.name]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = int(state["step"])
+
+
+def epoch_order(seed: int, size: int, begin: int, count: int) -> np.ndarray:
+    """Numbers of rows, from one place on: epochs one after the other, each in its own order."""
+    first, last = begin // size, (begin + count - 1) // size
+    orders = [np.random.default_rng([seed, e]).permutation(size) for e in range(first, last + 1)]
+    return np.concatenate(orders)[begin - first * size :][:count]

@@ -1,0 +1,1 @@
+"""How models and memories are scored, run and compared."""
