@@ -20,6 +20,7 @@ from atlas_lm.eval.readers import open_reader
 from atlas_lm.eval.results import FORMAT, RESULTS, read_results, write_results
 from atlas_lm.eval.run import Plan, evaluate
 from atlas_lm.eval.score import Share
+from atlas_lm.models.costs import costs
 from atlas_lm.tasks.babi import ANSWERS, SOLVERS, solve
 from atlas_lm.tasks.haystack import sentences
 from atlas_lm.tasks.rows import EVALUATE, ROW_TASKS, rows
@@ -222,6 +223,7 @@ def test_results_name_model_plan_and_versions(model, whole):
     said = read_results(whole)
     assert said["format"] == FORMAT
     assert said["model"]["parameters"] == sum(p.numel() for p in load_model(model).parameters())
+    assert said["model"]["flops_per_token"] == costs(load_model(model).config).flops_per_token
     assert [(each["task"], each["length"]) for each in said["results"]] == [
         ("babilong/qa1", 600),
         ("babilong/qa1", 1100),
@@ -317,6 +319,7 @@ def results(folder: Path, right: dict[tuple[str, int], int], **about) -> Path:
     """100 questions each; of babilong/qa1, chance is 1/6."""
     listed = [
         {"task": task, "length": length, "zero_shot": about.get("zero_shot", False)}
+        | {"tokens": 100 * length, "seconds": 0.5 * length}
         | Share(count, 100, 1 / 6).to_dict()
         | {"by_depth": [{"depth": 0.25} | Share(count, 100, 1 / 6).to_dict()]}
         for (task, length), count in right.items()
@@ -329,9 +332,10 @@ def test_the_best_has_a_star_and_chance_has_none(tmp_path):
     qa = "babilong/qa1"
     one = results(tmp_path / "one", {(qa, 1000): 90, (qa, 4000): 18})
     two = results(tmp_path / "two", {(qa, 1000): 80, (qa, 4000): 30, (qa, 8000): 10})
-    header, size, *rows = table(read_evaluations([one, two]))
+    header, *prices = table(read_evaluations([one, two]))[:5]
+    rows = table(read_evaluations([one, two]))[5:]
     assert header == ["", "one", "two"]
-    assert size[1] == "1,000 parameters, state 2.0 kB"
+    assert [row[1] for row in prices] == ["1,000", "2.0 kB", "-", "200"]
     assert rows[0] == ["babilong/qa1 at 1,000", "90.0* (82.6 to 94.5)", "80.0 (71.1 to 86.7)"]
     assert rows[1][1].startswith("at chance")
     assert rows[1][2] == "30.0 (21.9 to 39.6)"  # nobody to be better than
@@ -341,7 +345,7 @@ def test_the_best_has_a_star_and_chance_has_none(tmp_path):
 def test_zero_shot_is_never_ranked_beside_training(tmp_path):
     one = results(tmp_path / "one", {("babilong/qa1", 1000): 90})
     two = results(tmp_path / "two", {("babilong/qa1", 1000): 80}, zero_shot=True)
-    rows = table(read_evaluations([one, two]))[2:]
+    rows = table(read_evaluations([one, two]))[5:]
     assert [row[0] for row in rows] == [
         "babilong/qa1 at 1,000",
         "babilong/qa1 at 1,000, zero-shot",

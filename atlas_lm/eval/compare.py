@@ -13,6 +13,7 @@ from atlas_lm.eval.score import Share
 from atlas_lm.models.summary import size_text
 
 BEST = "*"
+LARGE = 10_000
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Evaluated:
     parameters: int
     state_bytes: int | None
     """None: it grows with the text."""
+    flops_per_token: float | None
+    """None: nobody counted them."""
+    tokens_per_second: float | None
+    """Read, in all tasks together; None: only language was asked."""
     entries: tuple[Entry, ...]
     language: dict[str, str]
     """Figures of text and of lm-eval, as they are shown."""
@@ -45,9 +50,15 @@ class Evaluated:
         return found[0] if found else None
 
     @property
-    def size(self) -> str:
-        state = "grows" if self.state_bytes is None else size_text(self.state_bytes)
-        return f"{self.parameters:,} parameters, state {state}"
+    def costs(self) -> dict[str, str]:
+        """What stands beside every accuracy."""
+        flops, speed, state = self.flops_per_token, self.tokens_per_second, self.state_bytes
+        return {
+            "parameters": f"{self.parameters:,}",
+            "state of a sequence": "grows" if state is None else size_text(state),
+            "FLOPs a token": "-" if flops is None else f"{flops:,.0f}",
+            "tokens a second": "-" if speed is None else f"{speed:,.0f}",
+        }
 
 
 def read_evaluations(folders: Sequence[Path]) -> list[Evaluated]:
@@ -91,8 +102,18 @@ def _evaluated(name: str, found: dict[str, Any]) -> Evaluated:
         for each in found.get("language", ())
         for part in each.get("positions", ())
     )
-    sizes = model["parameters"], model.get("state_bytes")
-    return Evaluated(name, *sizes, entries, shown, positions)
+    seconds = sum(each["seconds"] for each in found["results"])
+    read = sum(each["tokens"] for each in found["results"])
+    return Evaluated(
+        name=name,
+        parameters=model["parameters"],
+        state_bytes=model.get("state_bytes"),
+        flops_per_token=model.get("flops_per_token"),
+        tokens_per_second=read / seconds if seconds else None,
+        entries=entries,
+        language=shown,
+        positions=positions,
+    )
 
 
 def language_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -110,7 +131,8 @@ def language_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+    told = "{:.4f}" if abs(value) < LARGE else "{:.4g}"  # perplexities have no upper end
+    return " ± ".join(told.format(each) for each in (value, error) if each is not None)
 
 
 # Tables
@@ -129,7 +151,8 @@ def _first(models: Sequence[Evaluated], task: str) -> int:
 
 def table(models: Sequence[Evaluated]) -> list[list[str]]:
     """Header and rows. The best of a column has a star, unless it may as well be chance."""
-    rows = [["", *(model.name for model in models)], ["size", *(model.size for model in models)]]
+    rows = [["", *(model.name for model in models)]]
+    rows += [[name, *(model.costs[name] for model in models)] for name in models[0].costs]
     for task, length, zero_shot in columns(models):
         entries = [_matching(model, task, length, zero_shot) for model in models]
         shares = [None if entry is None else entry.share for entry in entries]

@@ -25,6 +25,7 @@ from atlas_lm.eval.language_tasks import (
 )
 from atlas_lm.eval.readers import Reader, is_ours, open_reader
 from atlas_lm.eval.results import Finding, keep, kept, write_results
+from atlas_lm.models.costs import costs
 from atlas_lm.models.folder import fingerprint_of, load_model
 from atlas_lm.models.lm import LanguageModel
 from atlas_lm.tasks.rows import EVALUATE, RowTask, rows
@@ -96,11 +97,13 @@ class Subject:
             parameters = sum(p.numel() for p in model.parameters())
             return {"path": str(self.folder), "parameters": parameters, "kind": "transformers"}
         model = load_model(self.folder)
+        price = costs(model.config)
         return {
             "path": str(self.folder),
             "kind": "atlas-lm",
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "state_bytes": model.begin(1).nbytes,
+            "parameters": price.parameters,
+            "state_bytes": None if price.state_grows else model.begin(1).nbytes,
+            "flops_per_token": price.flops_per_token,
             "fingerprint": fingerprint_of(model),
             "config": model.config.to_dict(),
         }
