@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-slow test-lm-eval quickstart quickstart-text bench bench-generation bench-gpu wheel check-wheel constraints format clean
+.PHONY: help venv test test-slow test-lm-eval quickstart quickstart-text bench bench-generation bench-gpu mechanism wheel check-wheel constraints format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -70,6 +70,9 @@ bench-generation: $(READY)  ## cost of a token after 1,000 and 100,000; a book r
 bench-gpu: $(READY_BENCH)  ## layers beside targets and peers on a CUDA GPU, and their figure
 	@$(BIN)/python -m benchmarks.speed --lengths
 	@$(BIN)/python -m benchmarks.figures results/speed.json
+
+mechanism: $(READY)  ## what memories hold, lose and cost: results/mechanism, 20 minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m atlas_lm.eval.mechanism
 
 wheel: $(READY)  ## build the wheel into dist/
 	@rm -rf dist

@@ -159,6 +159,38 @@ def test_who_guesses_is_at_chance(name, materials):
     assert low <= task.chance <= high
 
 
+@pytest.fixture(scope="module")
+def all_twenty(books, tmp_path_factory) -> Materials:
+    """Files in the form of bAbI's, with every possible answer of every task."""
+    folder = tmp_path_factory.mktemp("babi")
+    for qa, choices in ANSWERS.items():
+        lines = [
+            f"1 Something number {n} happened.\n2 What of number {n}?\t{choice}\t1"
+            for n, choice in enumerate(choices)
+        ]
+        (folder / f"{qa}_made_test.txt").write_text("\n".join(lines) + "\n")
+    cache = tmp_path_factory.mktemp("cache")
+    return Materials(Folders(books=books, babi=folder), ByteTokenizer(), cache)
+
+
+@pytest.mark.parametrize("qa", ANSWERS)
+def test_every_possible_answer_can_be_right_and_wrong(qa, all_twenty):
+    task, choices = TEXT_TASKS[f"babilong/{qa}"], ANSWERS[qa]
+    samples = [all_twenty.sample(task, 600, number, 0) for number in range(len(choices))]
+    assert {sample.answer_text for sample in samples} == set(choices)
+    truth = {sample.about["asked"]: sample.answer_text for sample in samples}
+    following = dict(zip(choices, choices[1:] + choices[:1], strict=True))
+
+    def known(_: str, text: str) -> str:
+        return truth[text.rpartition("Question: ")[2].strip()]
+
+    for answer in answers(Thinker(task.name, known), task, samples):
+        assert (answer.exact, answer.named) == (1, 1)
+    wrong = Thinker(task.name, lambda name, text: following[known(name, text)])
+    for answer in answers(wrong, task, samples):
+        assert (answer.exact, answer.named) == (0, 0)
+
+
 class Labels(LanguageModel):
     """Says what a table says: the right label, or a wrong one."""
 
