@@ -26,7 +26,6 @@ def books() -> TrainConfig:
         schedule=Schedule(warmup=500),
         steps=20_000,
         batch=32,
-        accumulate=4,
         length=4096,
         segment=1024,
         precision="bf16",
