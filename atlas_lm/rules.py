@@ -15,6 +15,7 @@ FEATURES = ("identity", "polynomial", "exponential")
 OBJECTIVES = ("l2", "dot", "lp", "huber")
 OPTIMIZERS = ("gd", "momentum", "muon")
 RETENTIONS = ("learned", "fixed", "none")
+FADES_TO = ("zero", "start")
 NS_COEFFICIENTS = ("muon", "polar_express", "cubic")
 
 
@@ -56,6 +57,9 @@ class Rule:
     """Divide the exponential linear dot-product memory by its sum of weights: softmax attention."""
     retention: str = "learned"
     """"learned", "fixed" or "none": how a layer makes the gate; the operation uses it as given."""
+    fades_to: str = "zero"
+    """What a memory that forgets goes back to: "zero", as in the papers, or "start", its initial
+    weights, W <- W_0 + alpha (W - W_0); behind a norm the former makes it chaotic."""
 
     def __post_init__(self) -> None:
         if self.norm is None:
@@ -88,6 +92,7 @@ class Rule:
             "objective": OBJECTIVES,
             "optimizer": OPTIMIZERS,
             "retention": RETENTIONS,
+            "fades_to": FADES_TO,
             "ns_coefficients": NS_COEFFICIENTS,
         }
         takes_function = ("network", "features", "objective")
@@ -126,6 +131,7 @@ class Rule:
             ("eta_inside", self.optimizer == "muon", "optimizer='muon'"),
             ("decay_first", self.chunk == 1, "chunk=1"),
             ("norm", self.deep, "network='mlp' or 'gated_mlp'"),
+            ("fades_to", self.deep and not exponential, "a deep network, no exponential features"),
             (
                 "normalize",
                 normalizable,

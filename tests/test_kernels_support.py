@@ -28,6 +28,7 @@ def same_features(x):
 
 UNKNOWN_RULES = {
     "exponential": (replace(RULES["dot"], window=3), "features='exponential'"),
+    "fades to start": (replace(RULES["titans"], fades_to="start"), "fades_to='start'"),
     "lp": (RULES["moneta"], "objective='lp'"),
     "huber": (RULES["yaad"], "objective='huber'"),
     "function": (Rule(objective=squared_error), "a function given as objective"),

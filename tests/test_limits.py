@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
-from atlas_lm import RULES, Gates, Rule, init_memory, memorize
+from atlas_lm import RULES, Gates, Rule, init_memory, memorize, recall
 from atlas_lm.ops.features import polynomial
 from atlas_lm.testing import assert_close, example
 
@@ -244,3 +244,57 @@ def test_a_linear_memory_of_degree_2_on_4_numbers_stores_15_pairs():
 
 def test_and_not_16():
     assert stored_error(16) > 1e-1
+
+
+# Forgetting
+
+
+@pytest.mark.parametrize("optimizer", ["gd", "momentum"])
+def test_a_memory_fades_to_its_start(optimizer):
+    """Against the recurrence written out with whole weights, gradients by autograd."""
+    rule = Rule(network="mlp", optimizer=optimizer, chunk=3, fades_to="start")
+    made = example(rule, 10, batch=1, heads=1, d_k=3, d_v=3, hidden=4)
+    y, state = memorize(made.q, made.k, made.v, made.gates, made.weights, rule)
+    start = {n: made.weights[n][0].detach() for n in ("w1", "w2")}
+    gain, now, anchor = made.weights["gain"][0], dict(start), dict(start)
+    push = {n: torch.zeros_like(w) for n, w in start.items()}
+
+    def predict(weights, x):
+        branch = weights["w1"] @ gelu(weights["w2"] @ x)
+        return x + gain * layer_norm(branch, branch.shape, eps=1e-6)
+
+    for t in range(10):
+        k, v = made.k[0, t, 0], made.v[0, t, 0]
+        alpha, eta = made.gates.retention[0, t, 0], made.gates.rate[0, t, 0]
+        gamma = made.gates.importance[0, t, 0, 0]
+        if t % 3 == 0:
+            anchor = dict(now)
+        tracked = {n: w.detach().requires_grad_() for n, w in anchor.items()}
+        loss = gamma * 0.5 * (predict(tracked, k) - v).square().sum()
+        grads = torch.autograd.grad(loss, list(tracked.values()))
+        for name, grad in zip(tracked, grads, strict=True):
+            step = -eta * grad
+            if made.gates.momentum is not None:
+                step = push[name] = made.gates.momentum[0, t, 0] * push[name] + step
+            now[name] = start[name] + alpha * (now[name] - start[name]) + step
+        assert torch.allclose(y[0, t, 0], predict(now, made.q[0, t, 0]), atol=1e-12)
+    for name, kept in state.weights.items():
+        assert torch.allclose(kept[0, 0] + start[name], now[name], atol=1e-12)
+
+
+def test_a_memory_that_forgets_all_is_what_it_was_at_first():
+    """At a retention of nearly 0 and a rate of 0 nothing is left of what was written."""
+    rule = replace(RULES["titans"], chunk=4, fades_to="start")
+    made = example(rule, 24, batch=2)
+    _, state = memorize(made.q, made.k, made.v, made.gates, made.weights, rule)
+    nothing = (made.q[:, :0], made.k[:, :0], made.v[:, :0], made.gates.map(lambda g: g[:, :0]))
+    _, fresh = memorize(*nothing, made.weights, rule)
+    gates = made.gates._replace(
+        retention=torch.full_like(made.gates.retention, 1e-9),
+        rate=torch.zeros_like(made.gates.rate),
+        momentum=torch.full_like(made.gates.rate, 1e-9),
+    )
+    _, faded = memorize(made.q, made.k, made.v, gates, made.weights, rule, state=state)
+    says, said = (recall(made.q, made.weights, rule, s) for s in (faded, fresh))
+    assert torch.allclose(says, said, atol=1e-12)
+    assert not torch.allclose(recall(made.q, made.weights, rule, state), said, atol=1e-3)

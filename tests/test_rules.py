@@ -41,6 +41,7 @@ SAME_EVERYWHERE = {
     "ns_coefficients": "muon",
     "eta_inside": False,
     "normalize": False,
+    "fades_to": "zero",
 }
 
 
@@ -200,6 +201,12 @@ NEEDS = [
     ({"decay_first": True}, "chunk=1", "decay_first=False"),
     ({"norm": True}, "network='mlp' or 'gated_mlp'", "norm=False"),
     ({"normalize": True}, "network='linear', features='exponential', obj", "normalize=False"),
+    ({"fades_to": "start"}, "a deep network, no exponential features", "fades_to='zero'"),
+    (
+        {"fades_to": "start", "network": "mlp", "features": "exponential"},
+        "a deep network, no exponential features",
+        "fades_to='zero'",
+    ),
     (
         {"normalize": True, "features": "exponential"},
         "network='linear', features='exponential', objective='dot'",

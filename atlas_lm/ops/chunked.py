@@ -164,7 +164,7 @@ class _EveryToken(Lin):
                 out = out + self.product(scale * x, w.mT)
             else:
                 out = torch.addcmul(out, scale, self.product(x, w.mT))
-        return out
+        return self.with_start(name, x, out, self.product)
 
 
 def _stacked(pieces: list[Weights]) -> Weights:

@@ -47,6 +47,8 @@ def why_not_rule(rule: Rule) -> str | None:
     ):
         degree = f" of degree {rule.degree}" if rule.features == "polynomial" else ""
         return f"features={rule.features!r}{degree}"
+    if rule.fades_to != "zero":
+        return f"fades_to={rule.fades_to!r}"
     if rule.objective not in ("l2", "dot"):
         return f"objective={rule.objective!r}"
     if rule.chunk == 1 and not (is_delta_rule(rule) and rule.features == "identity"):

@@ -13,7 +13,7 @@ from atlas_lm.ops.exponential import memorize_exponential
 from atlas_lm.ops.features import default_coefficients, features_of
 from atlas_lm.ops.gradients import hides_parameters
 from atlas_lm.ops.kernels import preferred, why_not
-from atlas_lm.ops.networks import SLOW, past_widths
+from atlas_lm.ops.networks import fast_at_first, past_widths, slow_of
 from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.reference import memorize_reference
 from atlas_lm.ops.segments import Outer
@@ -57,7 +57,7 @@ def memorize(
         q, k, v = (x.to(dtype) for x in (q, k, v))
     gates = _complete(gates.map(lambda g: g.to(dtype)), rule)
     weights = {n: w.to(dtype) for n, w in weights.items()}
-    slow = {n: weights.pop(n) for n in SLOW if n in weights}
+    slow, weights = slow_of(rule, weights), fast_at_first(rule, weights)
     given = default_coefficients(rule, gates.rate) if coefficients is None else coefficients
     coefficients = None if given is None else given.to(dtype)
     if mask is not None:

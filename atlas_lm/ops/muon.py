@@ -107,7 +107,8 @@ class _Between(Lin):
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         cells = x.unflatten(2, (self.groups, -1))
-        return self.fade * self.product(cells, self.memories[name].mT).flatten(2, 3)
+        read = self.fade * self.product(cells, self.memories[name].mT).flatten(2, 3)
+        return self.with_start(name, x, read, self.product)
 
 
 def _index(slots: Tensor, like: Tensor) -> Tensor:

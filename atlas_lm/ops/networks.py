@@ -21,6 +21,22 @@ from atlas_lm.shapes import Product, Weights
 
 SLOW = ("gain", "residual")
 """Weights that only the outer loop learns."""
+START = "start."
+"""Before the names of initial weights, where a memory keeps only how far it is from them."""
+
+
+def fast_at_first(rule: Rule, weights: Weights) -> Weights:
+    """The weights that a memory begins to move: nothing yet where it keeps a difference."""
+    fast = {n: w for n, w in weights.items() if n not in SLOW}
+    return fast if rule.fades_to == "zero" else {n: torch.zeros_like(w) for n, w in fast.items()}
+
+
+def slow_of(rule: Rule, weights: Weights) -> Weights:
+    """What only the outer loop moves."""
+    slow = {n: weights[n] for n in SLOW if n in weights}
+    if rule.fades_to == "start":
+        slow |= {START + n: w for n, w in weights.items() if n not in SLOW}
+    return slow
 
 
 def linear(lin: Lin, x: Tensor, f: Tensor) -> Tensor:
@@ -51,6 +67,13 @@ class Lin:
     def __call__(self, name: str, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def with_start(self, name: str, x: Tensor, out: Tensor, product: Product) -> Tensor:
+        """Add what the initial weights say, where the others are a difference from them."""
+        start = self.slow.get(START + name)
+        if start is None:
+            return out
+        return out + product(x, start.mT.expand(*x.shape[:-2], *start.mT.shape[-2:]))
+
     def norm(self, branch: Tensor) -> Tensor:
         """gain * LN(branch) under `norm=True`, else the branch itself."""
         gain = self.slow.get("gain")
@@ -64,7 +87,9 @@ class Frozen(Lin):
 
     def __init__(self, weights: Weights, slow: Weights, product: Product = torch.matmul):
         super().__init__(slow)
-        self.weights, self.product = weights, product
+        self.product = product
+        start = {n: slow[START + n] for n in weights if START + n in slow}
+        self.weights = {n: w + start[n] if n in start else w for n, w in weights.items()}
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         return self.product(x, self.weights[name].mT)

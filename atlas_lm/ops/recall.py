@@ -6,7 +6,7 @@ from einops import rearrange
 from torch import Tensor
 
 from atlas_lm.ops.features import default_coefficients, features_of
-from atlas_lm.ops.networks import SLOW, add_residual, network_of, normalized
+from atlas_lm.ops.networks import add_residual, network_of, normalized, slow_of
 from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.snapshot import Snapshot, SnapshotMaps
 from atlas_lm.ops.state import MemoryState, Recollection, part_of
@@ -29,7 +29,7 @@ def recall(
 def _recall(q, weights, rule, state, coefficients) -> Values:
     dtype, product = state_dtype(q.dtype), product_for(q.dtype)
     x = rearrange(q, "b t h k -> b h t k").to(dtype)
-    slow = {n: w.to(dtype) for n, w in weights.items() if n in SLOW}
+    slow = {n: w.to(dtype) for n, w in slow_of(rule, weights).items()}
     past = {n: rearrange(p, "b s h k -> b h s k") for n, p in state.past.items()}
     now = Snapshot(state.weights, part_of(past, "now."))
     maps = SnapshotMaps(now, slow, past.get("keys"), product)

@@ -8,6 +8,8 @@ One head; t = 0, 1, 2, ...; A_t is the memory as it stood when the chunk of t be
     muon      S_t = theta_t S_{t-1} - G_t            W_t = alpha_t W_{t-1} + [r | t+1] eta_t NS(S_t)
     read      y_t = M_{W_t}(q_t)
 
+With fades_to="start" what is kept is D = W - W_0, and W_0 + D stands for W wherever it is used.
+
 Exponential features phi*, <phi*(q), phi*(k)> = exp(q.k), have no finite weights. There the layer
 that reads phi* is kept as W_t phi*(x) = F_t [1; x] + sum_i u_i(t) exp(k_i.x), and the step on it,
 -eta gamma g_i phi*(k_i)^T, moves the coefficient u_i of the key by -eta gamma g_i.

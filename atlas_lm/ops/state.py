@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.host import remember
-from atlas_lm.ops.networks import SLOW
+from atlas_lm.ops.networks import SLOW, fast_at_first
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Gate, Keys, TokenFlag, Values, WindowGate
 
@@ -59,7 +59,7 @@ class MemoryState(Carried):
 
     rule: Rule
     weights: dict[str, Tensor]
-    """Fast weights now, `[b h out in]`."""
+    """Fast weights now, `[b h out in]`; with fades_to="start", less the initial ones."""
     anchor: dict[str, Tensor]
     """Fast weights when the chunk of the next token began: where its gradients are taken."""
     momentum: dict[str, Tensor]
@@ -79,7 +79,8 @@ class MemoryState(Carried):
         """An unread memory. `past`: names and widths; `keys`, `values` show sizes, `[b t h .]`."""
         heads, c = keys.shape[2], rule.window
         # a copy: an optimiser that moves the weights in place must not move a memory that was read
-        fast = {n: w.expand(batch, *w.shape).clone() for n, w in weights.items() if n not in SLOW}
+        begun = fast_at_first(rule, weights)
+        fast = {n: w.expand(batch, *w.shape).clone() for n, w in begun.items()}
         momentum = {n: torch.zeros_like(w) for n, w in fast.items()} if rule.uses_momentum else {}
         return cls(
             rule=rule,
