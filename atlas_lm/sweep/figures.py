@@ -19,6 +19,8 @@ from typing import Any
 from atlas_lm.models.summary import size_text
 from atlas_lm.sweep.tables import Row, number_of
 
+CROWDED = 40
+"""Letters under an axis that would overlap if they stood upright."""
 COLOURS = ("#2a6f97", "#d1495b", "#2b9348", "#8e5ea2", "#e09f3e", "#00798c", "#5c4742")
 MARKS = "os^Dv*P"
 QUIET = "#6c757d"
@@ -148,7 +150,10 @@ def _panel(axis: Any, panel: Panel, styles: dict[str, tuple[str, str]]) -> None:
     for label, points in panel.lines.items():
         _line(axis, sorted(points, key=lambda point: point[0]), panel, label, *styles[label])
     if panel.ticks:
-        axis.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+        words = list(panel.ticks.values())
+        crowded = sum(map(len, words)) > CROWDED
+        leaning: dict[str, Any] = {"rotation": 25, "ha": "right"} if crowded else {}
+        axis.set_xticks(list(panel.ticks), words, **leaning)
         axis.minorticks_off()
     else:
         _ticks_of_bytes(axis.xaxis)
