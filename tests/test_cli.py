@@ -384,11 +384,28 @@ def test_stopped_by_hand_it_says_how_to_go_on(here, capsys, monkeypatch):
     assert "300 of them earlier" in said(capsys, read_command(here, "new"))
 
 
+WAITING = """
+import sys, time
+from atlas_lm.cli import main, show
+
+steps = []
+
+def wait(bar, step):
+    if step.tokens:
+        steps.append(step)
+    if len(steps) > 2:
+        time.sleep(600)  # until a signal comes, however late
+
+show.Bar.show = wait
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def started(args: list[str], part: Path) -> subprocess.Popen[str]:
-    """A command in a process of its own, once it has written there."""
+    """A command in a process of its own, once it has written there; it waits in the middle."""
     before = part.stat().st_mtime_ns if part.exists() else 0
     process = subprocess.Popen(
-        [sys.executable, "-m", "atlas_lm", *args],
+        [sys.executable, "-c", WAITING, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -17,6 +17,7 @@ import tyro
 
 from atlas_lm.cli.ask import Ask
 from atlas_lm.cli.data import Data
+from atlas_lm.cli.demo import Demo
 from atlas_lm.cli.doctor import Doctor
 from atlas_lm.cli.eval import Eval
 from atlas_lm.cli.generate import Generate
@@ -39,7 +40,8 @@ DESCRIPTION = f"""Models trained, texts read into memories, memories asked and l
 With {TRACEBACK}=1 in the environment, an error shows where in the code it came from."""
 
 Command = (
-    Annotated[Read, tyro.conf.subcommand("read")]
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Read, tyro.conf.subcommand("read")]
     | Annotated[Ask, tyro.conf.subcommand("ask")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]

@@ -129,7 +129,7 @@ def prepare(
     )
     folders = _claimed(out, options.valid > 0, again)
     if options.train_tokenizer is not None:
-        _train_tokenizer(sources, options.train_tokenizer, out / TOKENIZER_FILE, progress)
+        train_tokenizer(sources, options.train_tokenizer, out / TOKENIZER_FILE, progress)
         tokenizer = FileTokenizer(out / TOKENIZER_FILE)
     empty = size = 0
     with ExitStack() as stack:
@@ -223,8 +223,8 @@ def _is_valid(text: str, options: Options) -> bool:
     return int.from_bytes(digest[:8]) < options.valid * 2**64
 
 
-def _train_tokenizer(
-    sources: list[Source], size: int, path: Path, progress: Progress | None
+def train_tokenizer(
+    sources: list[Source], size: int, path: Path, progress: Progress | None = None
 ) -> None:
     """Byte-level BPE of all documents, with every digit a token of its own."""
     try:

@@ -21,6 +21,7 @@ LINES: dict[str, str] = {
     "mad": "one of the six tasks of MAD, as published: --data.task mad/compression",
     "niah": "needles in a haystack, as RULER hides them, at up to 4,096 tokens",
     "babilong": "questions of bAbI with their facts hidden in books, at up to 8,192 tokens",
+    "demo": "facts hidden in books and asked for later, 3M parameters at up to 4,096 tokens",
     "python_text": "a small Atlas on the texts that every Python carries, by bytes",
     "books": "100M parameters at 4,096 tokens, on text of yours: --data.path DIR",
     "paper_170m": "the paper's 170M for its 15B tokens: --data.path DIR",
@@ -37,6 +38,7 @@ def __getattr__(name: str) -> dict[str, Callable[[], TrainConfig]]:
     from atlas_lm.recipes import (
         babilong,
         books,
+        demo,
         mad,
         mqar,
         niah,
@@ -53,6 +55,7 @@ def __getattr__(name: str) -> dict[str, Callable[[], TrainConfig]]:
         "mad": mad.mad,
         "niah": niah.niah,
         "babilong": babilong.babilong,
+        "demo": demo.demo,
         "python_text": python_text.python_text,
         "books": books.books,
         "paper_170m": paper.paper_170m,

@@ -146,13 +146,64 @@ class QuestionData:
             _expect_at_least("data.lengths and data.longer", length, 1)
 
 
-Data = TextData | PythonText | RecallData | TaskData | QuestionData
+@dataclass(frozen=True, kw_only=True)
+class StoryData:
+    """Texts in which facts of `atlas_lm.demo.facts` are hidden, with questions in between and at
+    the end: the answers alone are learned. A step has as many tokens at every length."""
+
+    facts: tuple[int, ...] = (2, 64)
+    """Of a row, from the fewest to the most; fewer where they would take most of it."""
+    people: float = 0.5
+    """Part of the facts that say where somebody is; the others are codes."""
+    moves: int = 3
+    """Places in which somebody is told to be one after the other, at most."""
+    between: int = 4
+    """Questions of a row among its text."""
+    at_end: int = 8
+    """Questions after its text."""
+    unknown: float = 0.25
+    """Part of the questions that are about what was never told."""
+    lengths: tuple[int, ...] = ()
+    """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
+    longer: tuple[int, ...] = ()
+    """Lengths, besides that of the run, at which it is evaluated."""
+    books: str | None = None
+    """Folder of texts in which facts are hidden; None: docstrings of Python."""
+    test_books: str | None = None
+    """The same for evaluation; None: those of training, or Python's manual."""
+    words: str | None = None
+    """Folder of RULER's lists of words, to learn with besides ours."""
+    strange: float = 0.3
+    """How often a word of a fact is any word of the books, in training."""
+    text: float = 0.0
+    """Part of all other tokens that is learned too."""
+    tokenizer: str | None = None
+    """A tokenizer.json (the extra `text`); None: bytes."""
+    workers: int = 0
+    """Processes that make batches ahead; 0: they are made when they are needed."""
+
+    def __post_init__(self) -> None:
+        if len(self.facts) != 2 or not 1 <= self.facts[0] <= self.facts[1]:
+            raise ValueError(
+                f"data.facts: {self.facts}; expected the fewest and the most, 1 or more"
+            )
+        for name in ("people", "unknown", "strange", "text"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
+        for name, least in (("moves", 1), ("between", 0), ("at_end", 1), ("workers", 0)):
+            _expect_at_least(f"data.{name}", getattr(self, name), least)
+        for length in (*self.lengths, *self.longer):
+            _expect_at_least("data.lengths and data.longer", length, 1)
+
+
+Data = TextData | PythonText | RecallData | TaskData | QuestionData | StoryData
 KINDS: dict[str, type[Data]] = {
     "text": TextData,
     "python": PythonText,
     "recall": RecallData,
     "task": TaskData,
     "questions": QuestionData,
+    "stories": StoryData,
 }
 
 
@@ -247,9 +298,10 @@ class TrainConfig:
             self._check_carry()
         if isinstance(self.data, RecallData):
             self._check_recall(self.data)
-        if isinstance(self.data, QuestionData) and max(self.data.lengths, default=0) > self.length:
+        lengths = self.data.lengths if isinstance(self.data, QuestionData | StoryData) else ()
+        if max(lengths, default=0) > self.length:
             raise ValueError(
-                f"data.lengths: up to {max(self.data.lengths)}; expected at most the length, "
+                f"data.lengths: up to {max(lengths)}; expected at most the length, "
                 f"{self.length}, for which there is memory"
             )
 

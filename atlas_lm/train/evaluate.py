@@ -7,8 +7,8 @@ from math import exp
 import torch
 from torch import Tensor, nn
 
-from atlas_lm.models.lm import ModelState
-from atlas_lm.train.config import QuestionData, TrainConfig
+from atlas_lm.models.lm import NO_TARGET, ModelState
+from atlas_lm.train.config import QuestionData, StoryData, TrainConfig
 from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.sources import Material, Work
 from atlas_lm.train.step import precision
@@ -37,7 +37,7 @@ def evaluate(
         if not found:
             loss = nats / count
             found |= {"loss": loss, "perplexity": exp(min(loss, MOST_NATS))}
-        if not config.of_text:
+        if asked and not config.of_text:
             found.setdefault("accuracy", right / asked)
             found[f"accuracy@{name}"] = right / asked
     return found
@@ -50,11 +50,12 @@ def _sums(
     work: Work,
     state: ModelState | None,
 ) -> tuple[Tensor, ModelState | None]:
-    """Nats, targets, right answers and answers: of texts with questions a row has one answer, of
-    which every token has to be right, elsewhere every target is one."""
+    """Nats, targets, right answers and answers: where a text is asked about, an answer is a run of
+    targets, every one of which has to be right, elsewhere every target is one."""
     judge = not config.of_text
     nats = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    count = wrong = torch.zeros((), dtype=torch.int64, device=ranks.device)
+    count = torch.zeros((), dtype=torch.int64, device=ranks.device)
+    asked, wrong = [], []
     for segment in work.segments(config.segment):
         with precision(config, ranks):
             tokens, targets, reset = segment.to(ranks.device)
@@ -62,8 +63,26 @@ def _sums(
         state = made[2]
         nats, count = nats + made[0], count + made[1]
         if judge:
-            wrong = wrong + made[3]
-    right, asked = count - wrong.sum(), count
-    if isinstance(config.data, QuestionData):
-        right, asked = (wrong == 0).sum(), torch.full_like(count, len(work.tokens))
-    return torch.stack([nats, *(n.double() for n in (count, right, asked))]), state
+            asked.append(targets != NO_TARGET)
+            wrong.append(made[3])
+    right, answers = count, count
+    if judge:
+        whole = isinstance(config.data, QuestionData | StoryData)
+        right, answers = right_answers(torch.cat(asked, 1), torch.cat(wrong, 1), whole)
+    return torch.stack([nats, *(n.double() for n in (count, right, answers))]), state
+
+
+def right_answers(asked: Tensor, wrong: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """How many answers are right, and how many there are; both arguments are `[b t]`.
+
+    whole    targets side by side are one answer, which one wrong target spoils
+    """
+    if not whole:
+        return (asked & ~wrong).sum(), asked.sum()
+    begins = asked.clone()
+    begins[:, 1:] &= ~asked[:, :-1]
+    number = begins.flatten().cumsum(0) - 1
+    answers = begins.sum()
+    spoilt = torch.zeros(int(answers), dtype=torch.bool, device=asked.device)
+    spoilt[number[wrong.flatten()]] = True
+    return answers - spoilt.sum(), answers

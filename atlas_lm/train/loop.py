@@ -377,6 +377,8 @@ class Run:
             save_model(model, folder)
             if self.material.tokenizer is not None:
                 save_tokenizer(self.material.tokenizer, folder)
+            if self.material.task is not None:
+                self.material.task.save(folder)
         self._write_samples(model)
         self.ranks.barrier()
         return folder if self.ranks.first else None

@@ -29,8 +29,8 @@ class NextToken(nn.Module):
         reset: TokenFlag | None = None,
         judge: bool = False,
     ) -> tuple[Tensor, Tensor, ModelState] | tuple[Tensor, Tensor, ModelState, Tensor]:
-        """Sum of the losses in nats, number of targets, state; with `judge`, also how many targets
-        of each row `[b]` are not what the model holds for the likeliest."""
+        """Sum of the losses in nats, number of targets, state; with `judge`, also which targets
+        `[b t]` are not what the model holds for the likeliest."""
         x, state = self.model.encode(tokens, state, reset=reset)
         if self.dense:
             x, wanted = x.flatten(0, 1), targets.flatten()
@@ -41,6 +41,6 @@ class NextToken(nn.Module):
         count = wanted.new_full((), len(wanted))
         if not judge:
             return nats, count, state
-        wrong = torch.zeros_like(targets)
-        wrong[targets != NO_TARGET] = (self.model.logits(x).argmax(-1) != wanted).to(wrong.dtype)
-        return nats, count, state, wrong.sum(1)
+        wrong = torch.zeros_like(targets, dtype=torch.bool)
+        wrong[targets != NO_TARGET] = self.model.logits(x).argmax(-1) != wanted
+        return nats, count, state, wrong

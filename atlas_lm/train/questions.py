@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from atlas_lm.ask import Task
 from atlas_lm.tasks.samples import Part
 from atlas_lm.tasks.table import TEXT_TASKS, Folders, Materials, TextTask
 from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
@@ -25,6 +26,8 @@ ANSWER = 40
 
 class QuestionMaterial:
     """Texts of tasks, made as it goes from books that are tokenised once."""
+
+    task: Task | None = None
 
     def __init__(self, data: QuestionData, folder: Path):
         self.data = data

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,11 +24,15 @@ from atlas_lm.train.config import (
     PythonText,
     QuestionData,
     RecallData,
+    StoryData,
     TaskData,
     TextData,
     TrainConfig,
 )
 from atlas_lm.train.ranks import Ranks, agreed
+
+if TYPE_CHECKING:
+    from atlas_lm.ask import Task
 
 EVALUATION_SEED = 0
 """Of the order in which validation texts are read, and of tests that are made: the same in every
@@ -85,6 +89,8 @@ class Material(Protocol):
     tokenizer: Tokenizer | None
     vocab: int | None
     """Ids that the model has to have; None: as many as it likes."""
+    task: Task | None
+    """How the model can be asked afterwards; None: it cannot."""
 
     def source(self, config: TrainConfig, ranks: Ranks) -> Source: ...
 
@@ -107,6 +113,10 @@ def open_material(config: TrainConfig, folder: Path) -> Material:
         from atlas_lm.train.questions import QuestionMaterial
 
         return QuestionMaterial(config.data, folder)
+    if isinstance(config.data, StoryData):
+        from atlas_lm.train.stories import StoryMaterial
+
+        return StoryMaterial(config.data, folder)
     if isinstance(config.data, PythonText):
         agreed(lambda: _prepare_python(config.data, folder))  # pyright: ignore[reportArgumentType]
         return Text(TextData(path=str(folder)))
@@ -125,6 +135,8 @@ def _prepare_python(data: PythonText, folder: Path) -> None:
 
 class Text:
     """Prepared text, and the part of it that is kept for evaluation."""
+
+    task: Task | None = None
 
     def __init__(self, data: TextData):
         if not data.path:
@@ -226,6 +238,7 @@ class Recall:
 
     tokenizer: Tokenizer | None = None
     vocab: int | None = None
+    task: Task | None = None
 
     def __init__(self, data: RecallData):
         self.data = data
@@ -297,6 +310,7 @@ class Tasks:
     """Rows of tasks: one at the length of training and at others, or several in turn."""
 
     tokenizer: Tokenizer | None = None
+    task: Task | None = None
 
     def __init__(self, data: TaskData):
         self.data = data

@@ -1,0 +1,215 @@
+"""Words of which facts are made: things with an adjective, people, places; and forms of sentences.
+
+What is for training and what for testing has no word and no form in common.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+Part: TypeAlias = Literal["train", "test"]
+PARTS: tuple[Part, ...] = ("train", "test")
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the subjects and the places of facts are drawn from."""
+
+    adjectives: tuple[str, ...]
+    nouns: tuple[str, ...]
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+    strange: tuple[str, ...] = ()
+    """Any words, which stand for any of those now and then: whoever learns with them learns to
+    remember words that it never saw in such a sentence."""
+    share: float = 0.0
+    """How often."""
+
+    @property
+    def all(self) -> frozenset[str]:
+        """Every word there is, in small letters."""
+        lists = (self.adjectives, self.nouns, self.names, self.places, self.strange)
+        return frozenset(word.lower() for words in lists for word in words)
+
+    def without(self, others: frozenset[str]) -> Words:
+        """Those that are not among the others."""
+        names = ("adjectives", "nouns", "names", "places", "strange")
+        return replace(
+            self,
+            **{n: tuple(w for w in getattr(self, n) if w.lower() not in others) for n in names},
+        )
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+TRAIN = Words(
+    adjectives=_list("""
+        amber ancient azure bald blue brave bright broken brown calm carved cheap clean clever cold
+        copper cracked crimson crooked curious damp dark deep double dry dusty early elegant empty
+        fading faint famous fancy flat foreign fragile fresh frozen gentle giant gilded golden grand
+        grey greasy green heavy hidden hollow honest huge humble iron jagged jolly large leather
+        light little lonely long loose loud lucky marble mended merry mighty modern muddy narrow
+        neat new noble odd oily old orange oval padded painted pale pearl plain polished proud
+        purple quaint quiet rare red rough round royal rusty sacred scarlet secret sharp shiny short
+        silent silver simple slim small smooth soft solid spare square steep stiff striped strong
+        sturdy sunny sweet tall tame thick thin tidy tiny torn twisted velvet violet warm white wide
+        wild wise wooden yellow young
+        """),
+    nouns=_list("""
+        anchor apple apron arrow axe bag ball banjo barrel basin basket bell belt bicycle blanket
+        boat book boot bottle bowl box bracelet bridge broom brush bucket buckle button cabinet cage
+        candle cane canoe cap carpet cart chain chair chest clock cloak coat coin comb compass cork
+        couch cradle crate crown cup curtain cushion dagger desk diary dish doll door drawer drum
+        easel engine envelope fan feather fence fiddle flag flask flute fork frame funnel gate glass
+        globe glove goblet guitar hammer handle harp hat helmet hook horn jacket jar jug kettle key
+        kite knife ladder lamp lantern leaf lens letter lever lock locket magnet mallet map mask
+        medal mirror mop mug nail necklace needle net oar organ paddle painting pan parcel pen
+        pencil piano picture pillow pin pipe pistol plate plough pocket pot puppet purse quilt rake
+        razor ribbon ring rope rug saddle safe sail scarf scissors shawl shell shield shirt shoe
+        shovel sled slipper spade spoon stamp statue stick stool stove suitcase sword table teapot
+        telescope tent thimble ticket torch towel tray trumpet trunk tub umbrella vase veil violin
+        wagon wallet watch wheel whip whistle window wrench
+        """),
+    names=_list("""
+        Ada Adam Agnes Alan Albert Alice Amy Andrew Anna Anthony Arthur Barbara Ben Bertha Betty
+        Carl Caroline Catherine Charles Clara Conrad Cora Daniel David Diana Dora Edgar Edith Edward
+        Eleanor Ella Emily Emma Eric Ernest Eve Felix Flora Florence Frank Fred George Gerald Grace
+        Gustav Hannah Harold Harry Helen Henry Herbert Hugo Ida Isaac Jack Jacob James Jane Jim Joan
+        John Joseph Julia Karen Kate Laura Leo Lewis Lily Louis Louise Lucy Margaret Maria Mark
+        Martin Mary Matthew Max Mildred Molly Nancy Ned Nora Oliver Oscar Owen Paul Peter Philip
+        Polly Ralph Richard Robert Rosa Ruth Sam Sarah Simon Sophie Stephen Susan Theodore Thomas
+        Tom Ursula Victor Vincent Walter William
+        """),
+    places=_list("""
+        abbey airport alley arcade arena armoury attic bakery bank barn basement bath bathroom bay
+        beach bedroom brewery cabin camp canyon castle cathedral cave chapel church cinema city
+        clinic college corridor cottage court courtyard desert dock farm field forest fort fountain
+        gallery garage garden grove hall hallway harbour hospital hotel house hut inn island jail
+        kitchen lake lane laundry lighthouse lobby lodge loft mansion market meadow mill mine
+        monastery museum nursery office orchard palace park parlour pharmacy pier playground
+        pond porch port prison ranch refuge restaurant river school shed shop shore stable
+        station street studio swamp tavern temple terrace theatre tower town tunnel valley village
+        vineyard wood workshop yard zoo
+        """),
+)
+TEST = Words(
+    adjectives=_list("""
+        bitter black bold brass brittle broad chilly coarse curly delicate dull enormous faded
+        fierce fluffy glossy graceful handsome hazy ivory lazy massive mellow nimble patient pink
+        precious rapid ruby salty scented shabby shallow slender stout tangled tough ugly vast
+        wicked
+        """),
+    nouns=_list("""
+        accordion almanac bead bench binoculars bonnet brooch cannon chalk chisel clarinet cymbal
+        dresser earring fishbowl gong hairpin hourglass inkwell kayak lute mattress microscope
+        mitten napkin notebook ornament parasol pebble pitcher pulley raft rocket sandal scroll
+        sponge tambourine tricycle trophy wardrobe
+        """),
+    names=_list("""
+        Abigail Bernard Bridget Cecil Christine Clement Cyril Deborah Douglas Elsie Eugene Fiona
+        Francis Gilbert Gloria Godfrey Harriet Hector Irene Jasper Josephine Judith Kenneth Leonard
+        Mabel Martha Maurice Miriam Nigel Olive Patrick Pauline Quentin Rebecca Roland Rupert Sylvia
+        Timothy Vera Winifred
+        """),
+    places=_list("""
+        academy aquarium balcony bazaar boathouse bunker cafe canteen casino cellar cemetery
+        clearing convent crypt dairy dungeon factory foundry greenhouse gymnasium hangar jungle
+        kennel laboratory library observatory pantry pavilion planetarium quarry rectory sauna
+        seminary stadium study sunroom vault vestibule warehouse wharf
+        """),
+)
+WORDS: dict[Part, Words] = {"train": TRAIN, "test": TEST}
+
+# Sentences and questions; the first of training is the plain one, for a visitor's own
+
+FACTS: dict[Part, dict[str, tuple[str, ...]]] = {
+    "train": {
+        "code": (
+            "The code of the {subject} is {value}.",
+            "The {subject} has the code {value}.",
+            "The code for the {subject} is {value}.",
+            "Remember that the code of the {subject} is {value}.",
+            "For the {subject} the code is {value}.",
+            "They gave the {subject} the code {value}.",
+            "The number of the {subject} is {value}.",
+            "The {subject} opens with {value}.",
+            "Whoever needs the {subject} should know its code, {value}.",
+            "Everybody knew that the {subject} had the code {value}.",
+        ),
+        "place": (
+            "{subject} is in the {value}.",
+            "{subject} went to the {value}.",
+            "{subject} moved to the {value}.",
+            "{subject} walked into the {value}.",
+            "{subject} has gone to the {value}.",
+            "{subject} travelled to the {value}.",
+            "Then {subject} came to the {value}.",
+            "{subject} is now in the {value}.",
+            "After that {subject} ran to the {value}.",
+            "They saw {subject} in the {value}.",
+        ),
+    },
+    "test": {
+        "code": (
+            "The {subject} answers to the code {value}.",
+            "On the label of the {subject} stands the code {value}.",
+            "To use the {subject} one has to enter {value}.",
+            "It was written that the {subject} bears the code {value}.",
+        ),
+        "place": (
+            "{subject} hurried off to the {value}.",
+            "At last {subject} reached the {value}.",
+            "{subject} stepped into the {value}.",
+            "It is said that {subject} returned to the {value}.",
+        ),
+    },
+}
+QUESTIONS: dict[Part, dict[str, tuple[str, ...]]] = {
+    "train": {
+        "code": (
+            "What is the code of the {subject}?",
+            "Which code does the {subject} have?",
+            "What is the code for the {subject}?",
+            "What code was given to the {subject}?",
+            "The {subject}: what is its code?",
+            "Which number does the {subject} have?",
+        ),
+        "place": (
+            "Where is {subject}?",
+            "Where is {subject} now?",
+            "In which place is {subject}?",
+            "Where has {subject} gone?",
+            "Where can one find {subject}?",
+            "Where did they see {subject}?",
+        ),
+    },
+    "test": {
+        "code": (
+            "What code has the {subject}?",
+            "Which code belongs to the {subject}?",
+            "Please say the code of the {subject}.",
+            "Do you remember the code of the {subject}?",
+        ),
+        "place": (
+            "Where did {subject} go last?",
+            "Where would one meet {subject}?",
+            "What is the place where {subject} is?",
+            "Do you remember where {subject} is?",
+        ),
+    },
+}
+
+
+def form_words() -> frozenset[str]:
+    """Words of the forms themselves, which nothing should be called."""
+    text = " ".join(
+        form
+        for forms in (*FACTS.values(), *QUESTIONS.values())
+        for kind in forms.values()
+        for form in kind
+    )
+    return frozenset(re.findall(r"[a-z]+", text.lower())) - {"subject", "value"}

@@ -1,0 +1,387 @@
+"""Batches of texts with facts hidden in them and questions about what was told so far.
+
+    row    ... It rained. The code of the amber kettle is 4071. They waited for ...
+           Question: What is the code of the amber kettle?
+           Answer: 4071. He never ...
+
+A row is a function of the seed, its step and its number alone. What words and sentences are learned
+with is never tested with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from atlas_lm.ask import Task, continuation
+from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, question, story
+from atlas_lm.demo.words import WORDS, Words, form_words
+from atlas_lm.models.lm import NO_TARGET
+from atlas_lm.tasks.haystack import Haystack
+from atlas_lm.tasks.niah import read_words
+from atlas_lm.tasks.samples import generator_of, ids
+from atlas_lm.tasks.table import Folders, Materials
+from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
+from atlas_lm.train.config import StoryData, TrainConfig
+from atlas_lm.train.ranks import Ranks, agreed
+from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work
+
+KINDS = {"codes": "code", "places": "place", "unknown": "unknown"}
+"""What is evaluated by itself, as its figure is called, and the kind of its questions."""
+BACKGROUND = 0.25
+"""Part of a row that is text without facts, at least."""
+STRANGE_TOKENS = 1_000_000
+"""Tokens of the books whose words may stand in facts."""
+ROWS = 1 << 20
+"""Numbers of stories that are kept for the rows of one step."""
+
+
+# What a row says
+
+
+class Said(NamedTuple):
+    """A sentence that is told, or a question with its answer."""
+
+    tokens: np.ndarray
+    kind: str
+    """Of the question; "fact" if it is none."""
+    answer: int
+    """The last so many tokens are the answer."""
+
+
+class Row(NamedTuple):
+    """One row of a batch."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    kinds: np.ndarray
+    """Of every target the number of its kind, in the order of KINDS; -1: there is none."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many of each a row has."""
+
+    facts: int
+    between: int
+    at_end: int
+
+    @property
+    def half(self) -> Size:
+        return Size(max(self.facts // 2, 1), self.between // 2, max(self.at_end // 2, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Book:
+    """What rows of one part are made of."""
+
+    part: Part
+    data: StoryData
+    words: Words
+    haystack: Haystack
+    tokenizer: Tokenizer
+
+    def row(self, length: int, seed: int, step: int, number: int) -> Row:
+        """Exactly so many tokens."""
+        draw = generator_of("story row", self.part, length, seed, step, number)
+        low, high = self.data.facts
+        facts = int(low * (high / low) ** draw.random() + draw.random())
+        size = Size(min(facts, high), self.data.between, self.data.at_end)
+        while True:
+            placed, depths, at_end = self._said(size, seed, step * ROWS + number, draw)
+            room = length + 1 - sum(len(said.tokens) for said in (*placed, *at_end))
+            if room >= length * BACKGROUND or (size.half == size and room >= 0):
+                break
+            if size.half == size:
+                raise ValueError(
+                    f"length: {length} tokens; one fact and a question have {length + 1 - room} "
+                    "alone; expected longer rows"
+                )
+            size = size.half
+        return self._filled(placed, depths, at_end, length, draw)
+
+    def _said(
+        self, size: Size, seed: int, number: int, draw: np.random.Generator
+    ) -> tuple[list[Said], list[float], list[Said]]:
+        """Facts and questions in the order in which they come, how deep in the text they stand, and
+        the questions at its end."""
+        unknown = int(draw.binomial(size.between + size.at_end, self.data.unknown))
+        told = self._story(size.facts, unknown, seed, number, draw)
+        never = [asked for asked in told.asked if asked.fact is None]
+        in_text = int(draw.binomial(unknown, size.between / (size.between + size.at_end)))
+        in_text = max(min(in_text, size.between), unknown - size.at_end)
+        depths = _spread(len(told.facts), draw)
+        events: list[tuple[float, Said]] = [
+            (depth, self._fact(fact)) for fact, depth in zip(told.facts, depths, strict=True)
+        ]
+        asked = [(float(draw.random()), asked) for asked in never[:in_text]]
+        asked += [self._in_text(told.facts, depths, draw) for _ in range(size.between - in_text)]
+        events += [(depth, self._question(each)) for depth, each in asked]
+        events.sort(key=lambda event: event[0])
+        end = self._at_end(told, never[in_text:], size.at_end, draw)
+        return [said for _, said in events], [depth for depth, _ in events], end
+
+    def _story(
+        self, facts: int, unknown: int, seed: int, number: int, draw: np.random.Generator
+    ) -> Story:
+        codes = int(facts * (1 - self.data.people) + draw.random())
+        places = facts - codes
+        moves = int(draw.integers(1, max(min(self.data.moves, places), 1) + 1))
+        return story(
+            self.part,
+            seed,
+            number,
+            codes=codes,
+            movers=min(places // moves, len(self.words.names) - unknown // 2),
+            moves=moves,
+            unknown=unknown,
+            words=self.words,
+        )
+
+    def _in_text(
+        self, facts: Sequence[Fact], depths: Sequence[float], draw: np.random.Generator
+    ) -> tuple[float, Asked]:
+        """A question somewhere after a fact, often soon: what was told last before it counts."""
+        chosen = int(draw.integers(len(facts)))
+        depth = depths[chosen] + (1 - depths[chosen]) * float(draw.random()) ** 3
+        subject, kind = facts[chosen].subject, facts[chosen].kind
+        last = max(
+            i
+            for i, fact in enumerate(facts)
+            if (fact.subject, fact.kind) == (subject, kind) and depths[i] <= depth
+        )
+        text = question(self.part, kind, subject, draw)
+        return depth, Asked(kind, text, facts[last].value, last)
+
+    def _at_end(
+        self, told: Story, never: list[Asked], count: int, draw: np.random.Generator
+    ) -> list[Said]:
+        """In any order."""
+        known = [asked for asked in told.asked if asked.fact is not None]
+        some = draw.permutation(len(known))[: count - len(never)]
+        chosen = [*never, *(known[i] for i in some.tolist())]
+        return [self._question(chosen[i]) for i in draw.permutation(len(chosen)).tolist()]
+
+    # As tokens
+
+    def _fact(self, fact: Fact) -> Said:
+        return Said(ids(self.haystack.separator + fact.text, self.tokenizer), "fact", 0)
+
+    def _question(self, asked: Asked) -> Said:
+        """As `atlas_lm.ask` reads it."""
+        prompt = TASK.prompt(asked.question)
+        answer = continuation(self.tokenizer, prompt, TASK.completion(asked.answer))
+        tokens = np.asarray([*self.tokenizer.encode(prompt), *answer], np.int64)
+        return Said(tokens, asked.kind, len(answer))
+
+    def _filled(
+        self,
+        placed: list[Said],
+        depths: list[float],
+        at_end: list[Said],
+        length: int,
+        draw: np.random.Generator,
+    ) -> Row:
+        """One token more than the row has: the last is a target only."""
+        room = length + 1 - sum(len(said.tokens) for said in at_end)
+        filled = self.haystack.fill([said.tokens for said in placed], room, draw, depths)
+        pieces = [
+            piece if isinstance(piece, np.ndarray) else piece.range(0, len(piece))
+            for piece in filled.pieces
+        ]
+        tokens = np.concatenate([*pieces, *(said.tokens for said in at_end)]).astype(np.int64)
+        kinds = np.full(length + 1, -1, np.int64)
+        begins = [*filled.positions]
+        for said in at_end:
+            begins.append(room)
+            room += len(said.tokens)
+        for begin, said in zip(begins, (*placed, *at_end), strict=True):
+            end = begin + len(said.tokens)
+            if said.answer:
+                kinds[end - said.answer : end] = list(KINDS.values()).index(said.kind)
+        learned = kinds >= 0
+        if self.data.text and self.part == "train":
+            learned |= draw.random(length + 1) < self.data.text
+        return Row(tokens[:-1], np.where(learned, tokens, NO_TARGET)[1:], kinds[1:])
+
+
+def _spread(count: int, draw: np.random.Generator) -> list[float]:
+    """How deep facts stand, ascending: over all of the text, or close together somewhere in it, so
+    that all of them are near or all far when they are asked for."""
+    width = 1.0 if draw.random() < 0.5 else 2.0 ** (-4 * float(draw.random()))
+    begin = float(draw.random()) * (1 - width)
+    return np.sort(begin + width * draw.random(count)).tolist()
+
+
+# Batches
+
+
+class StoryMaterial:
+    """Rows made as it goes, from books that are tokenised once."""
+
+    task: Task | None = TASK
+
+    def __init__(self, data: StoryData, folder: Path):
+        self.data = data
+        tokenizer = ByteTokenizer() if data.tokenizer is None else FileTokenizer(data.tokenizer)
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.vocab: int | None = tokenizer.vocab
+        test_books = data.test_books or data.books
+        train = Materials(_folders(data.books), tokenizer, folder, "train")
+        test = Materials(_folders(test_books), tokenizer, folder, "eval")
+        for texts in (train, test):
+            agreed(lambda texts=texts: texts.haystack.source)  # one rank makes it, all open it
+        words = training_words(data, train.haystack, tokenizer)
+        self.books: dict[Part, Book] = {
+            "train": Book("train", data, words, train.haystack, tokenizer),
+            "test": Book("test", data, WORDS["test"], test.haystack, tokenizer),
+        }
+
+    def source(self, config: TrainConfig, ranks: Ranks) -> StorySource:
+        return StorySource(self, config, ranks)
+
+    def tests(self, config: TrainConfig, ranks: Ranks) -> Tests:
+        """Every length, all questions together and those of each kind."""
+        found: dict[int | str, Iterator[Work]] = {}
+        for length in (config.length, *self.data.longer):
+            self.books["test"].row(length, EVALUATION_SEED, 0, 0)  # what cannot be made is told now
+            found[length] = self._test(config, ranks, length, None)
+            for name, kind in KINDS.items():
+                if self._asks(kind):
+                    found[f"{name}-{length}"] = self._test(config, ranks, length, kind)
+        return found
+
+    def _asks(self, kind: str) -> bool:
+        people, unknown = self.data.people, self.data.unknown
+        return {"code": people < 1, "place": people > 0, "unknown": unknown > 0}[kind]
+
+    def _test(
+        self, config: TrainConfig, ranks: Ranks, length: int, kind: str | None
+    ) -> Iterator[Work]:
+        """The batches of a test; of long texts in parts, with no more tokens than training has."""
+        size = max(config.batch // ranks.ranks * config.length // length, 1)
+        for step in range(config.evaluate_batches):
+            mine = _mine(config.batch, ranks)
+            for begin in range(0, len(mine), size):
+                some = mine[begin : begin + size]
+                yield self.rows("test", length, EVALUATION_SEED, step, some, kind)
+
+    def rows(
+        self,
+        part: Part,
+        length: int,
+        seed: int,
+        step: int,
+        numbers: range,
+        kind: str | None = None,
+    ) -> Work:
+        """These rows of a step; kind: only such questions are asked."""
+        made = [self.books[part].row(length, seed, step, number) for number in numbers]
+        tokens, targets, kinds = (
+            torch.from_numpy(np.stack(side)) for side in zip(*made, strict=True)
+        )
+        if kind is not None:
+            targets[kinds != list(KINDS.values()).index(kind)] = NO_TARGET
+        return Work(tokens, targets, None)
+
+    def prompts(self, count: int) -> list[str]:
+        return []
+
+
+class StorySource:
+    """At every step one of the lengths, and as many rows as make the tokens of a step."""
+
+    def __init__(self, material: StoryMaterial, config: TrainConfig, ranks: Ranks):
+        self.material, self.config, self.ranks = material, config, ranks
+        self.step = 0
+        self._ahead: Iterator[Work] | None = None
+        self.lengths = material.data.lengths or (config.length,)
+        for length in self.lengths:  # what cannot be made is told now
+            material.rows("train", length, config.seed, 0, range(1))
+
+    def next(self) -> Work:
+        if self._ahead is None:
+            self._ahead = _ahead(self, self.material.data.workers)
+        work = next(self._ahead)
+        self.step += 1
+        return work
+
+    def work(self, step: int) -> Work:
+        config = self.config
+        drawn = np.random.SeedSequence([config.seed, step]).generate_state(1)[0]
+        length = self.lengths[int(drawn) % len(self.lengths)]
+        mine = _mine(config.length // length * config.batch, self.ranks)
+        return self.material.rows("train", length, config.seed, step, mine)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self._ahead = int(state["step"]), None
+
+
+def _ahead(source: StorySource, workers: int) -> Iterator[Work]:
+    """Batches from the source's step on, made by processes of their own if there are any."""
+    if not workers:
+        return map(source.work, itertools.count(source.step))
+    loader = DataLoader(
+        _Steps(source),
+        batch_size=None,
+        sampler=itertools.count(source.step),
+        num_workers=min(workers, os.cpu_count() or 1),
+        generator=torch.Generator(),  # not that of the run, which it would move
+    )
+    return iter(loader)
+
+
+class _Steps(Dataset[Work]):
+    """Batches by their step, for processes that make them."""
+
+    def __init__(self, source: StorySource):
+        self.work = source.work
+
+    def __getitem__(self, step: int) -> Work:
+        return self.work(step)
+
+
+def _mine(rows: int, ranks: Ranks) -> range:
+    """This rank's part of the rows of a step."""
+    share = rows // ranks.ranks
+    return range(ranks.rank * share, (ranks.rank + 1) * share)
+
+
+# Words
+
+
+def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) -> Words:
+    """Ours, RULER's if they are named, and any of the books; none with which it is tested."""
+    words = WORDS["train"]
+    if data.words is not None:
+        more = read_words(data.words)
+        words = replace(
+            words,
+            adjectives=_both(words.adjectives, more.adjectives),
+            nouns=_both(words.nouns, more.nouns),
+        )
+    if data.strange:
+        text = tokenizer.decode(haystack.tokens[:STRANGE_TOKENS].tolist())
+        found = sorted(set(re.findall(r"(?<= )[a-z]{3,10}(?= )", text)))
+        words = replace(words, strange=tuple(found), share=data.strange)
+    return words.without(WORDS["test"].all | form_words())
+
+
+def _both(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*ours, *theirs)))
+
+
+def _folders(books: str | None) -> Folders:
+    return Folders(books=None if books is None else Path(books))

@@ -1,0 +1,477 @@
+"""Facts of the demo, rows that hide them in books, and what is learned and tested with them."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_lm.ask import Task, ask
+from atlas_lm.demo.facts import (
+    NOT_TOLD,
+    TASK,
+    Fact,
+    Part,
+    code_question,
+    parse,
+    place_question,
+    story,
+)
+from atlas_lm.demo.tokenizer import main as make_tokenizer
+from atlas_lm.demo.words import FACTS, QUESTIONS, TEST, TRAIN, form_words
+from atlas_lm.models import LanguageModel, ModelConfig
+from atlas_lm.models.folder import load_model
+from atlas_lm.models.lm import NO_TARGET
+from atlas_lm.recipes import RECIPES
+from atlas_lm.text import ByteTokenizer, FileTokenizer, load_tokenizer
+from atlas_lm.train.config import StoryData, TrainConfig
+from atlas_lm.train.evaluate import evaluate, right_answers
+from atlas_lm.train.loop import train
+from atlas_lm.train.ranks import Ranks
+from atlas_lm.train.run_folder import METRICS
+from atlas_lm.train.stories import StoryMaterial
+
+CPU = torch.device("cpu")
+BYTES = ByteTokenizer()
+MODEL = ModelConfig(vocab=BYTES.vocab, dim=16, depth=1, heads=1, rule="delta_net")
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    """Two folders of texts that say nothing of codes and people."""
+    root = tmp_path_factory.mktemp("books")
+    for part, what in (("train", "rain"), ("test", "snow")):
+        (root / part).mkdir()
+        lines = [f"It was the {what} of day {i} that nobody had seen coming." for i in range(300)]
+        (root / part / "a.txt").write_text("\n".join(lines))
+    return root
+
+
+def data(books, **changes) -> StoryData:
+    given: dict[str, Any] = {"facts": (2, 12), "between": 2, "at_end": 3}
+    given |= {"books": str(books / "train"), "test_books": str(books / "test")}
+    return StoryData(**given | changes)
+
+
+def config(books, **changes) -> TrainConfig:
+    given: dict[str, Any] = {
+        "data": data(books, lengths=(500, 1000)),
+        "length": 1000,
+        "batch": 2,
+        "steps": 2,
+    }
+    return TrainConfig(**{"model": MODEL, "evaluate_batches": 2} | given | changes)
+
+
+@pytest.fixture(scope="module")
+def material(books, tmp_path_factory):
+    return StoryMaterial(data(books), tmp_path_factory.mktemp("cache"))
+
+
+# Words and sentences
+
+
+def test_training_and_test_have_no_word_and_no_form_in_common():
+    assert not TRAIN.all & TEST.all
+    for forms in (FACTS, QUESTIONS):
+        for kind in ("code", "place"):
+            assert not set(forms["train"][kind]) & set(forms["test"][kind])
+            assert len(forms["test"][kind]) >= 3
+    assert min(len(FACTS["train"][kind]) for kind in ("code", "place")) >= 8
+    for words in (TRAIN, TEST):
+        lists = (words.adjectives, words.nouns, words.names, words.places)
+        assert all(len(set(each)) == len(each) for each in lists)
+        assert len(words.all) == sum(map(len, lists))
+
+
+def test_words_learned_with_are_never_tested_with(material):
+    words = material.books["train"].words
+    assert {"rain", "nobody", "seen"} <= set(words.strange)
+    assert "snow" not in words.strange
+    assert not words.all & TEST.all
+    assert not words.all & {"the", "that", "was"}  # said around what is told
+    assert not (TRAIN.all | TEST.all) & form_words()
+    assert material.books["test"].words is TEST
+
+
+def test_lists_of_others_are_added_but_for_what_is_tested(books, tmp_path):
+    (tmp_path / "adjectivelist.txt").write_text("zany\nbitter\n")
+    (tmp_path / "nounlist.txt").write_text("zebra\ncellar\n")
+    with_more = StoryMaterial(data(books, words=str(tmp_path)), tmp_path / "cache")
+    words = with_more.books["train"].words
+    assert words.adjectives == (*TRAIN.adjectives, "zany")
+    assert words.nouns == (*TRAIN.nouns, "zebra")
+
+
+def test_the_plain_sentence_and_question_are_learned():
+    assert code_question("blue door") == "What is the code of the blue door?"
+    assert place_question("Zoe") == "Where is Zoe?"
+    assert "The code of the {subject} is {value}." in FACTS["train"]["code"]
+    assert "{subject} is in the {value}." in FACTS["train"]["place"]
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_every_sentence_is_understood(part):
+    for kind, value in (("code", "0042"), ("place", "hen house")):
+        for form, subject in product(FACTS[part][kind], ("Ann Lee", "red zeppelin")):
+            text = form.format(subject=subject, value=value)
+            assert parse(text) == Fact(kind, subject, value, text)
+
+
+def test_sentences_of_a_visitor():
+    said = "the code  of the blue door\nis 1234"
+    assert parse(said) == Fact("code", "blue door", "1234", "the code of the blue door is 1234.")
+    assert parse("My cat is in the attic!") == Fact(
+        "place", "My cat", "attic", "My cat is in the attic."
+    )
+    for other in ("", "Hello.", "The code of the door is 123.", "The code of the door is 12345."):
+        assert parse(other) is None
+
+
+# Stories
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_the_last_place_counts_and_every_subject_is_asked_for(part):
+    near = 0
+    for number in range(20):
+        made = story(part, 3, number, codes=6, movers=3, moves=3, unknown=8)
+        assert len(made.facts) == 6 + 3 * 3
+        last = {fact.subject: fact.value for fact in made.facts}
+        known = [asked for asked in made.asked if asked.kind != "unknown"]
+        that_count = [made.facts[asked.fact] for asked in known if asked.fact is not None]
+        assert sorted(fact.subject for fact in that_count) == sorted(last)
+        for asked, fact in zip(known, that_count, strict=True):
+            assert (asked.kind, asked.answer) == (fact.kind, last[fact.subject])
+            assert fact.subject in asked.question
+            assert re.fullmatch(r"\d{4}", fact.value) or fact.kind == "place"
+        never = [asked for asked in made.asked if asked.kind == "unknown"]
+        assert [(asked.answer, asked.fact) for asked in never] == [(NOT_TOLD, None)] * 8
+        assert len({asked.question for asked in never}) == 8
+        codes = [asked for asked in never if "code" in asked.question or "number" in asked.question]
+        assert len(codes) == 4
+        for asked in never:
+            assert not any(re.search(rf"\b{s}\b", asked.question) for s in last)
+        things = [s.split() for s in last if " " in s]
+        near += sum(
+            any(
+                re.search(rf"\b{a} {n}\b", asked.question)
+                for (a, _), (_, n) in product(things, things)
+            )
+            for asked in codes
+        )
+    assert near >= 30
+
+
+def test_a_story_is_always_the_same_and_another_number_another_story():
+    sizes: dict[str, Any] = {"codes": 3, "movers": 2, "moves": 2, "unknown": 2}
+    assert story("test", 1, 5, **sizes) == story("test", 1, 5, **sizes)
+    stories = [story("test", seed, n, **sizes) for seed, n in product((0, 1), range(5))]
+    assert len({made.facts for made in stories}) == 10
+
+
+def test_all_codes_are_possible():
+    made = [story("test", 0, n, codes=40, movers=0, moves=1, unknown=0) for n in range(50)]
+    first = [int(fact.value[0]) for each in made for fact in each.facts]
+    assert np.bincount(first).min() > 150
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"codes": -1}, "story: -1 codes"),
+        ({"moves": 0}, "0 moves"),
+        ({"movers": 41}, "41 movers and half the unknown; expected 40 at most"),
+        ({"moves": 41}, "41 moves; expected 40 at most"),
+    ],
+)
+def test_stories_that_cannot_be(changes, told):
+    with pytest.raises(ValueError, match=told):
+        story("test", 0, 0, **{"codes": 1, "movers": 1, "moves": 1, "unknown": 0} | changes)
+
+
+# Rows, by a reader who knows nothing of how they are made
+
+WORD = r"[A-Za-z]+"
+
+
+def pattern(form: str, kind: str) -> str:
+    subject = rf"(?P<subject>{WORD} {WORD})" if kind == "code" else rf"(?P<subject>{WORD})"
+    value = r"(?P<value>\d{4})" if kind == "code" else rf"(?P<value>{WORD})"
+    return re.escape(form).replace(r"\{subject\}", subject).replace(r"\{value\}", value)
+
+
+def events(text: str, part: Part) -> list[tuple[int, str, str, str]]:
+    """(place, told or asked, subject, value or answer) in the order of the text."""
+    found = {}
+    for kind in ("code", "place"):
+        for form in FACTS[part][kind]:
+            for m in re.finditer(" " + pattern(form, kind), text):
+                found[m.start(), m.end()] = (m.start(), "told", m["subject"], m["value"])
+        for form in QUESTIONS[part][kind]:
+            asked = rf"\nQuestion: {pattern(form, kind)}\nAnswer: (?P<answer>[^.]*)\."
+            for m in re.finditer(asked, text):
+                found[m.start(), m.end()] = (m.start(), "asked", m["subject"], m["answer"])
+    inner = {
+        one
+        for one, other in product(found, found)
+        if one != other and other[0] <= one[0] and one[1] <= other[1]
+    }
+    return sorted(event for span, event in found.items() if span not in inner)
+
+
+def whole(row) -> str:
+    """The text of a row with its last target."""
+    return BYTES.decode([*row.tokens.tolist(), int(row.targets[-1])])
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("length", [700, 3000])
+def test_answers_are_what_the_text_told_last(material, part, length):
+    counts = {"told": 0, "asked": 0, NOT_TOLD: 0, "between": 0, "near": 0}
+    for number in range(24):
+        row = material.books[part].row(length, 7, 1, number)
+        assert len(row.tokens) == len(row.targets) == length
+        text = whole(row)
+        known: dict[str, str] = {}
+        happened = events(text, part)
+        assert sum(kind == "asked" for _, kind, _, _ in happened) == text.count("\nQuestion: ")
+        for at, kind, subject, value in happened:
+            counts[kind] += 1
+            if kind == "told":
+                known[subject] = value
+                continue
+            assert value == known.get(subject, NOT_TOLD), (subject, text)
+            counts["between"] += " It was the" in text[at:]
+            if value == NOT_TOLD:
+                counts[NOT_TOLD] += 1
+                every = [s for _, k, s, _ in happened if k == "told"]
+                assert subject not in every
+                words = {word for told in every for word in told.split()}
+                counts["near"] += " " in subject and set(subject.split()) <= words
+    assert counts["told"] > 24 * 2
+    assert counts["asked"] > 24 * 2
+    assert counts["between"] > 12
+    assert 0.1 < counts[NOT_TOLD] / counts["asked"] < 0.45
+    assert counts["near"] > 0 or length < 3000
+
+
+def test_answers_alone_are_targets(material):
+    kinds = ["code", "place", "unknown"]
+    seen = set()
+    for number in range(12):
+        row = material.books["test"].row(1500, 0, 0, number)
+        text = whole(row)
+        asked = row.targets != NO_TARGET
+        assert (asked == (row.kinds >= 0)).all()
+        assert (row.targets[:-1] == row.tokens[1:])[asked[:-1]].all()
+        expected = np.zeros(len(text), bool)
+        for found in re.finditer(r"\nAnswer:( [^.]*\.)", text):
+            expected[found.start(1) : found.end(1)] = True
+            kind = kinds[row.kinds[found.start(1) - 1]]
+            assert (row.kinds[found.start(1) - 1 : found.end(1) - 1] == kinds.index(kind)).all()
+            shape = {"code": r" \d{4}\.", "unknown": r" not told\.", "place": r" [a-z]+\."}[kind]
+            assert re.fullmatch(shape, found[1])
+            seen.add(kind)
+        assert (expected[1:] == asked).all()
+    assert seen == set(kinds)
+
+
+def test_what_is_asked_is_what_a_model_is_asked(material):
+    """Prompt and completion of the task, token by token."""
+    text = whole(material.books["train"].row(900, 0, 0, 0))
+    for found in re.finditer(r"\nQuestion: (.*)\nAnswer: ([^.]*)\.", text):
+        assert found[0] == TASK.prompt(found[1]) + TASK.completion(found[2])
+
+
+def test_facts_are_near_and_far(material):
+    """Distances to the end of a row, as parts of it."""
+    parts = []
+    for number in range(60):
+        text = whole(material.books["train"].row(3000, 1, 0, number))
+        parts += [1 - at / 3000 for at, kind, _, _ in events(text, "train") if kind == "told"]
+    assert np.histogram(parts, [0, 0.25, 0.5, 0.75, 1])[0].min() > 0.08 * len(parts)
+
+
+def test_part_of_the_text_is_learned_too(books, tmp_path):
+    made = StoryMaterial(data(books, text=0.5), tmp_path)
+    train_, test = (made.books[part].row(2000, 0, 0, 0) for part in ("train", "test"))
+    assert 0.4 < ((train_.targets != NO_TARGET) & (train_.kinds < 0)).mean() < 0.6
+    assert ((test.targets != NO_TARGET) == (test.kinds >= 0)).all()
+
+
+@pytest.mark.parametrize(("people", "kinds"), [(0.0, {0}), (1.0, {1}), (0.5, {0, 1})])
+def test_codes_and_people_in_the_parts_that_are_wished(books, tmp_path, people, kinds):
+    made = StoryMaterial(data(books, people=people, unknown=0.0), tmp_path)
+    found = [made.books["test"].row(1500, 0, 0, n).kinds for n in range(8)]
+    assert set(np.unique(np.concatenate(found))) - {-1} == kinds
+
+
+def test_fewer_facts_where_they_would_take_most_of_it(books, tmp_path):
+    made = StoryMaterial(data(books, facts=(64, 64)), tmp_path)
+    for length, most in ((1000, 16), (6000, 64)):
+        text = whole(made.books["train"].row(length, 0, 0, 0))
+        assert most / 4 <= sum(e[1] == "told" for e in events(text, "train")) <= most
+        assert text.count("It was the") > length / 4 / 70
+    with pytest.raises(ValueError, match="length: 40 tokens; one fact and a question have"):
+        made.books["train"].row(40, 0, 0, 0)
+
+
+# Batches
+
+
+def test_batches_have_the_tokens_of_a_step_at_every_length(books, material):
+    source = replaced(material, books, lengths=(500, 1000)).source(config(books), Ranks(CPU))
+    shapes = {tuple(source.next().tokens.shape) for _ in range(8)}
+    assert shapes == {(2, 1000), (4, 500)}
+
+
+def replaced(material, books, **changes):
+    """The same books with other settings."""
+    made = object.__new__(StoryMaterial)
+    made.__dict__ |= material.__dict__ | {"data": data(books, **changes)}
+    return made
+
+
+def test_ranks_and_resumed_runs_get_the_same_rows(books, material):
+    whole_ = material.source(config(books), Ranks(CPU))
+    works = [whole_.next() for _ in range(4)]
+    assert not torch.equal(works[0].tokens, works[1].tokens)
+    halves = [material.source(config(books), Ranks(CPU, rank=r, ranks=2)) for r in (0, 1)]
+    for work in works[:2]:
+        parts = [half.next() for half in halves]
+        assert torch.equal(torch.cat([part.tokens for part in parts]), work.tokens)
+        assert torch.equal(torch.cat([part.targets for part in parts]), work.targets)
+    again = material.source(config(books), Ranks(CPU))
+    again.next()
+    again.load_state_dict({"step": 2})
+    assert torch.equal(again.next().tokens, works[2].tokens)
+    assert again.state_dict() == {"step": 3}
+    other = material.source(config(books, seed=1), Ranks(CPU)).next()
+    assert not torch.equal(other.tokens, works[0].tokens)
+
+
+def test_batches_that_others_make_ahead_are_the_same(books, material):
+    plain = material.source(config(books), Ranks(CPU))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    ahead = replaced(material, books, workers=1).source(config(books), Ranks(CPU))
+    for _ in range(3):
+        assert torch.equal(plain.next().targets, ahead.next().targets)
+    assert torch.equal(torch.get_rng_state(), before)
+    ahead.load_state_dict({"step": 1})
+    plain.load_state_dict({"step": 1})
+    assert torch.equal(plain.next().targets, ahead.next().targets)
+    ahead.load_state_dict({"step": 0})  # ends the process
+
+
+def test_whole_answers_count():
+    asked = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 1]], dtype=torch.bool)
+    wrong = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    assert [int(n) for n in right_answers(asked, wrong, whole=True)] == [2, 4]
+    assert [int(n) for n in right_answers(asked, wrong, whole=False)] == [4, 6]
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    assert [int(n) for n in right_answers(nothing, nothing, whole=True)] == [0, 0]
+
+
+@pytest.mark.parametrize("segment", [None, 97])
+def test_answers_count_by_kind(books, material, segment):
+    """A model that knows all but the last digit of codes that end in 0 to 4."""
+    settings = config(books, segment=segment)
+
+    class Almost(torch.nn.Module):
+        def forward(self, tokens, targets, state=None, reset=None, judge=False):
+            digit = (targets >= ord("0")) & (targets <= ord("4"))
+            return torch.zeros(()), (targets != NO_TARGET).sum(), state, digit
+
+    found = evaluate(settings, Ranks(CPU), Almost(), material)
+    codes = []
+    for step, number in product(range(2), range(2)):
+        text = whole(material.books["test"].row(1000, 0, step, number))
+        codes += re.findall(r"\nAnswer: (\d{4})\.", text)
+    right = sum(min(code) >= "5" for code in codes) / len(codes)
+    assert found["accuracy@codes-1000"] == pytest.approx(right)
+    assert found["accuracy@places-1000"] == found["accuracy@unknown-1000"] == 1.0
+    assert right < found["accuracy@1000"] == found["accuracy"] < 1.0
+
+
+def test_a_run_leaves_a_model_that_can_be_asked(books, tmp_path):
+    folder = train(config(books, evaluate_batches=1), tmp_path / "run", device="cpu")
+    assert folder is not None
+    assert Task.load(folder) == TASK
+    answer = ask(load_model(folder), load_tokenizer(folder), TASK, "Where is Ada?", None)
+    assert 0 < answer.probability <= 1
+    lines = (tmp_path / "run" / METRICS).read_text().splitlines()
+    last = [json.loads(line) for line in lines if '"eval"' in line][-1]
+    assert {"accuracy@codes-1000", "accuracy@places-1000", "accuracy@unknown-1000"} <= last.keys()
+
+
+BAD = {
+    "facts": ({"facts": (0, 4)}, r"data.facts: \(0, 4\)"),
+    "order": ({"facts": (4, 2)}, r"data.facts: \(4, 2\)"),
+    "share": ({"unknown": 1.5}, "data.unknown: 1.5; expected a part"),
+    "questions": ({"at_end": 0}, "data.at_end: 0"),
+    "lengths": ({"lengths": (0,)}, "data.lengths and data.longer: 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_settings_that_cannot_be(name):
+    changes, told = BAD[name]
+    with pytest.raises(ValueError, match=told):
+        StoryData(**changes)
+
+
+def test_lengths_are_at_most_that_of_the_run():
+    with pytest.raises(ValueError, match="lengths: up to 512; expected at most the length"):
+        TrainConfig(data=StoryData(lengths=(512,)), length=256)
+
+
+# The recipe and the tokenizer
+
+
+@pytest.mark.parametrize("rule", ["delta_net", "gated_delta_net", "titans", "atlas", "swa"])
+def test_the_model_of_the_demo_is_small_and_so_is_its_memory(rule):
+    made = RECIPES["demo"]().model
+    with torch.device("meta"):
+        model = LanguageModel(replace(made, rule=rule, vocab=4096))
+        memory = model.begin(1).nbytes
+    assert 2e6 <= sum(p.numel() for p in model.parameters()) <= 3e6
+    assert memory <= 1e6 or rule == "swa"
+
+
+def test_a_tokenizer_with_single_digits(books, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    one, other = (tmp_path / name for name in ("one.json", "other.json"))
+    for out in (one, other):
+        assert make_tokenizer([str(books / "train"), "--out", str(out), "--size", "400"]) == 0
+    assert one.read_bytes() == other.read_bytes()
+    tokenizer = FileTokenizer(one)
+    assert tokenizer.vocab <= 400
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(" The code of it is 4071.")]
+    assert pieces[-6:] == [" ", "4", "0", "7", "1", "."]
+    assert " code" in pieces
+    row = StoryMaterial(data(books, tokenizer=str(one)), tmp_path / "cache").books["test"]
+    made = row.row(600, 0, 0, 0)
+    said = tokenizer.decode(made.targets[made.targets != NO_TARGET].tolist())
+    text = tokenizer.decode([*made.tokens.tolist(), int(made.targets[-1])])
+    assert said == "".join(re.findall(r"\nAnswer:( [^.]*\.)", text))
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "nowhere: no such folder of books"),
+        ([".", "--size", "10"], "size: 10; expected 257 ids or more"),
+        ([".", "--out", "nowhere/t.json"], "nowhere: no such folder to put the tokenizer in"),
+    ],
+)
+def test_tokenizers_that_cannot_be(arguments, told, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert make_tokenizer(arguments) == 2
+    assert told in capsys.readouterr().err
