@@ -385,16 +385,17 @@ def test_stopped_by_hand_it_says_how_to_go_on(here, capsys, monkeypatch):
 
 
 WAITING = """
-import sys, time
+import signal, sys, time
 from atlas_lm.cli import main, show
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 steps = []
 
 def wait(bar, step):
     if step.tokens:
         steps.append(step)
     if len(steps) > 2:
-        time.sleep(600)  # until a signal comes, however late
+        time.sleep(100)  # until a signal comes, however late
 
 show.Bar.show = wait
 sys.exit(main(sys.argv[1:]))
