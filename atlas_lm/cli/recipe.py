@@ -17,9 +17,10 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Suppress, arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from atlas_lm.models.config import MIXERS
+from atlas_lm.names import nearest
 from atlas_lm.nn.fla import PREFIX, FlaConfig
 from atlas_lm.rules import RULES, Rule
-from atlas_lm.train.config import TrainConfig, nearest
+from atlas_lm.train.config import TrainConfig
 
 RuleType = str | Rule | tuple[str | Rule, ...]
 """As `ModelConfig.rule` is."""

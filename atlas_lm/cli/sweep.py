@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
+from atlas_lm.names import nearest
 from atlas_lm.recipes import LINES
 
 if TYPE_CHECKING:
@@ -117,7 +118,6 @@ def _write(out: Path, metric: str | None) -> None:
 
 def _metric(rows: Sequence[Row], figures: Sequence[str], said: str | None) -> str | None:
     from atlas_lm.sweep.figures import default_figure
-    from atlas_lm.train.config import nearest
 
     if not any(row.finished for row in rows):
         return None

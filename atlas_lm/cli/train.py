@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
+from atlas_lm.names import nearest
 from atlas_lm.recipes import LINES
 
 if TYPE_CHECKING:
@@ -79,7 +80,6 @@ def _out(args: Sequence[str]) -> Path | None:
 def recipe_called(name: str) -> Callable[[], TrainConfig]:
     """A recipe by its name, or a function in a file."""
     from atlas_lm.recipes import RECIPES
-    from atlas_lm.train.config import nearest
 
     if name in RECIPES:
         return RECIPES[name]
@@ -96,7 +96,7 @@ def _function_in(file: Path, function: str) -> Callable[[], TrainConfig]:
     """A recipe of the user's own; its file is run."""
     from runpy import run_path
 
-    from atlas_lm.train.config import TrainConfig, nearest
+    from atlas_lm.train.config import TrainConfig
 
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file of recipes")

@@ -1,13 +1,17 @@
-"""Shares of right answers, with what chance alone may have made of them."""
+"""Shares of right answers, with what chance alone may have made of them; intervals of means."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import sqrt
 from typing import Any
 
+import numpy as np
+
 NORMAL_95 = 1.959963984540054
 """A normal variable is this many standard deviations off, or less, in 95 of 100 cases."""
+LIKELY = 0.95
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,7 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        n, z = self.count, NORMAL_95
-        middle = (self.value + z * z / (2 * n)) / (1 + z * z / n)
-        reach = z / (1 + z * z / n) * sqrt(self.value * (1 - self.value) / n + (z / (2 * n)) ** 2)
-        low = 0.0 if self.right == 0 else max(middle - reach, 0.0)
-        return low, 1.0 if self.right == n else min(middle + reach, 1.0)
+        return wilson(self.value, self.count)
 
     @property
     def at_chance(self) -> bool:
@@ -69,3 +69,31 @@ class Share:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Share:
         return Share(values["right"], values["count"], values["chance"])
+
+
+# Intervals of 95 %
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Where the probability lies of which `share` was seen in `count` tries; 0 and 1 are exact."""
+    if count < 1:
+        return 0.0, 1.0
+    z = NORMAL_95
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    spread = sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    reach = z / (1 + z * z / count) * spread
+    low = 0.0 if share == 0 else max(middle - reach, 0.0)
+    return low, 1.0 if share == 1 else min(middle + reach, 1.0)
+
+
+@lru_cache(maxsize=64)
+def student_quantile(freedom: int) -> float:
+    """How many standard errors an interval of 95 % reaches to each side.
+
+    With x = sqrt(freedom) tan(angle), Student's density is cos(angle)^(freedom - 1).
+    """
+    angle = np.linspace(0, np.pi / 2, 200_001)
+    density = np.cos(angle) ** (freedom - 1)
+    within = np.append(0, np.cumsum((density[1:] + density[:-1]) / 2))
+    reached = np.interp(LIKELY, within / within[-1], angle)
+    return float(sqrt(freedom) * np.tan(reached))

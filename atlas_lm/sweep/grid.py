@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from atlas_lm.names import nearest
 from atlas_lm.rules import RULES, Rule
-from atlas_lm.train.config import TrainConfig, nearest
+from atlas_lm.train.config import TrainConfig
 
 RULE = "rule."
 """Before the name of a field of the memory rule."""

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from atlas_lm.eval.score import student_quantile, wilson
 from atlas_lm.models.costs import Costs, costs
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.sweep.grid import Settings
@@ -39,10 +39,6 @@ from atlas_lm.whole_files import write_whole
 AT_CHANCE = "at chance"
 PRICES = ("parameters", "non_embedding", "state_bytes", "state_grows", "flops_per_token")
 SPEED = "tokens_per_second"
-LIKELY = 0.95
-"""Of all intervals, how many hold what they are about."""
-WIDTH = 1.959964
-"""Of the normal distribution's interval, to each side."""
 
 
 # Runs
@@ -207,29 +203,6 @@ def estimate(values: Sequence[float], chance: Chance | None = None) -> Estimate:
     seen = asked if low is None or high is None else (low, high)
     at_chance = min(asked[0], seen[0]) <= chance.level
     return Estimate(mean, low, high, at_chance)
-
-
-@lru_cache(maxsize=64)
-def student_quantile(freedom: int) -> float:
-    """How many standard errors an interval of 95 % reaches to each side.
-
-    With x = sqrt(freedom) tan(angle), Student's density is cos(angle)^(freedom - 1).
-    """
-    angle = np.linspace(0, np.pi / 2, 200_001)
-    density = np.cos(angle) ** (freedom - 1)
-    within = np.append(0, np.cumsum((density[1:] + density[:-1]) / 2))
-    reached = np.interp(LIKELY, within / within[-1], angle)
-    return float(sqrt(freedom) * np.tan(reached))
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Where the probability lies of which `share` was seen in `count` tries, at 95 %."""
-    if count < 1:
-        return 0.0, 1.0
-    square = WIDTH**2 / count
-    middle = (share + square / 2) / (1 + square)
-    half = WIDTH * sqrt(share * (1 - share) / count + square / count / 4) / (1 + square)
-    return middle - half, middle + half
 
 
 # Settings

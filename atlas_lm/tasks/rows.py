@@ -9,13 +9,13 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from atlas_lm.names import nearest
 from atlas_lm.tasks import mad
 from atlas_lm.tasks.mqar import mqar, mqar_answers, mqar_told
 
@@ -82,7 +82,7 @@ class RowTask:
         for setting, value in settings.items():
             known = self.settings.get(setting)
             if known is None:
-                hint = _nearest(setting, self.settings)
+                hint = nearest(setting, self.settings)
                 names = ", ".join(self.settings)
                 raise ValueError(f"task: {name!r}: no setting {setting!r}{hint}; expected {names}")
             if isinstance(known, int) and not isinstance(value, int):
@@ -209,7 +209,7 @@ def row_task(text: str) -> RowTask:
     name, *changes = text.split(":")
     if name not in ROW_TASKS:
         raise ValueError(
-            f"task: {name!r}{_nearest(name, ROW_TASKS)} is not one of {', '.join(ROW_TASKS)}"
+            f"task: {name!r}{nearest(name, ROW_TASKS)} is not one of {', '.join(ROW_TASKS)}"
         )
     values = dict(_setting(text, change) for change in changes)
     return ROW_TASKS[name].changed(text, **values) if changes else ROW_TASKS[name]
@@ -244,8 +244,3 @@ def _setting(text: str, change: str) -> tuple[str, float]:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"task: {text!r}: {change!r}; expected SETTING=NUMBER")
     return name, value
-
-
-def _nearest(said: str, known: Mapping[str, object]) -> str:
-    found = get_close_matches(said, list(known), n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
 from atlas_lm.data.prepare import Progress
+from atlas_lm.names import nearest
 from atlas_lm.tasks.babi import ANSWERS, Questions
 from atlas_lm.tasks.babilong import babilong, open_questions
 from atlas_lm.tasks.haystack import Haystack
@@ -91,8 +91,7 @@ def _task(name: str) -> Task:
         return TEXT_TASKS[name]
     if name.partition(":")[0] in ROW_TASKS:
         return row_task(name)
-    near = get_close_matches(name, _known(), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = nearest(name, _known())
     groups = ", ".join((*GROUPS, "mqar"))
     raise ValueError(f"tasks: no task {name!r}{hint}; there are {groups} and parts of them")
 

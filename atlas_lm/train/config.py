@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import grows, name_of
+from atlas_lm.names import nearest
 from atlas_lm.tasks.rows import RowTask, row_task
 from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.train.optimizers import OptimizerConfig
@@ -370,12 +369,6 @@ class TrainConfig:
             if name in values:
                 values[name] = _made(known, values[name], f"{name}.")
         return _made(TrainConfig, values, "")
-
-
-def nearest(said: object, known: Iterable[str]) -> str:
-    """` (did you mean 'atlas'?)`, or nothing where no name is near."""
-    found = get_close_matches(str(said), list(known), n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], before: str = "") -> dict[str, tuple]:

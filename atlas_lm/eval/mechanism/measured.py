@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from atlas_lm.eval.score import student_quantile
+
 Case = TypeVar("Case")
 Watch = Callable[[Sequence[Case]], Iterable[Case]]
 """Goes through the cases of an experiment; a progress bar is one."""
@@ -33,22 +35,6 @@ def interval(values: Tensor, at_least: float = -torch.inf, at_most: float = torc
         return Interval(mean, mean, mean, n)
     half = float(values.std()) / n**0.5 * student_quantile(n - 1)
     return Interval(mean, max(mean - half, at_least), min(mean + half, at_most), n)
-
-
-def student_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's distribution: exact for 1 and 2, a series beyond."""
-    if freedom == 1:
-        return 12.7062
-    if freedom == 2:
-        return 4.3027
-    z = 1.959964
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return sum(term / freedom**i for i, term in enumerate(terms))
 
 
 @dataclass(frozen=True)
