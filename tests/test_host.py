@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atlas_lm.nn.memory import MemoryConfig, MemoryLayer
-from atlas_lm.ops.host import on_host, remember, to_device
+from atlas_lm.ops.host import keeping, kept_on_device, on_host, remember, to_device
 from atlas_lm.ops.pieces import cut_into_pieces
 
 META = torch.device("meta")
@@ -35,6 +35,29 @@ def test_what_was_made_of_it_is_not_known():
     moved = to_device(torch.tensor([3, 1, 2]), META)
     with pytest.raises(NotImplementedError, match="meta"):
         on_host(moved + 0)
+
+
+def test_what_is_kept_is_moved_once():
+    kept = {}
+    with kept_on_device(kept):
+        assert keeping()
+        first = to_device(torch.tensor([3, 1, 2]), META)
+        again = to_device(torch.tensor([3, 1, 2]), META)
+        for other in (torch.tensor([3, 1, 0]), torch.tensor([[3, 1, 2]]), torch.tensor([3.0])):
+            to_device(other, META)
+    assert not keeping()
+    assert len(kept) == 4
+    assert first.untyped_storage()._cdata == again.untyped_storage()._cdata
+    assert torch.equal(on_host(again), torch.tensor([3, 1, 2]))
+    to_device(torch.tensor([9]), META)
+    assert len(kept) == 4
+
+
+def test_a_cut_for_a_graph_is_not_shared():
+    """All that it moves must be in the table of the graph."""
+    with kept_on_device({}):
+        assert cut() is not cut()
+    assert cut() is cut()
 
 
 def test_a_tensor_made_for_inference_is_asked():

@@ -62,6 +62,17 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(rows):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
+def test_rows_without_a_target_do_not_count():
+    x, weight, targets = made(9)
+    counts = torch.tensor([1, 0, 1, 1, 0, 0, 0, 0, 1], dtype=torch.bool)
+    found = linear_cross_entropy(x, weight, torch.where(counts, targets, -100))
+    expected = at_once(x[counts], weight, targets[counts])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    pairs = (torch.autograd.grad(y, (x, weight)) for y in (found, expected))
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
 def test_gradients_are_derivatives():
     x, weight, targets = made(6, dim=3, vocab=5)
     assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, targets), (x, weight))

@@ -21,8 +21,9 @@ from atlas_lm.demo.facts import (
     place_question,
     story,
 )
+from atlas_lm.demo.forms import FACTS, QUESTIONS, form_words
 from atlas_lm.demo.tokenizer import main as make_tokenizer
-from atlas_lm.demo.words import FACTS, QUESTIONS, TEST, TRAIN, form_words
+from atlas_lm.demo.words import TEST, TRAIN, WORDS
 from atlas_lm.models import LanguageModel, ModelConfig
 from atlas_lm.models.folder import load_model
 from atlas_lm.models.lm import NO_TARGET
@@ -37,6 +38,7 @@ from atlas_lm.train.stories import StoryMaterial
 
 CPU = torch.device("cpu")
 BYTES = ByteTokenizer()
+ANSWER = r"\nQuestion: .*?[.?]( [^.]*\.)"
 MODEL = ModelConfig(vocab=BYTES.vocab, dim=16, depth=1, heads=1, rule="delta_net")
 
 
@@ -46,13 +48,13 @@ def books(tmp_path_factory):
     root = tmp_path_factory.mktemp("books")
     for part, what in (("train", "rain"), ("test", "snow")):
         (root / part).mkdir()
-        lines = [f"It was the {what} of day {i} that nobody had seen coming." for i in range(300)]
+        lines = [f"It was the {what} of day {i} that clouds had promised us." for i in range(300)]
         (root / part / "a.txt").write_text("\n".join(lines))
     return root
 
 
 def data(books, **changes) -> StoryData:
-    given: dict[str, Any] = {"facts": (2, 12), "between": 2, "at_end": 3}
+    given: dict[str, Any] = {"facts": (2, 12), "between": 2, "at_end": 3, "loose": 0.0}
     given |= {"books": str(books / "train"), "test_books": str(books / "test")}
     return StoryData(**given | changes)
 
@@ -90,12 +92,36 @@ def test_training_and_test_have_no_word_and_no_form_in_common():
 
 def test_words_learned_with_are_never_tested_with(material):
     words = material.books["train"].words
-    assert {"rain", "nobody", "seen"} <= set(words.strange)
+    assert {"rain", "clouds", "promised"} <= set(words.strange)
     assert "snow" not in words.strange
     assert not words.all & TEST.all
     assert not words.all & {"the", "that", "was"}  # said around what is told
     assert not (TRAIN.all | TEST.all) & form_words()
     assert material.books["test"].words is TEST
+
+
+def test_invented_words_are_many_and_never_those_of_the_test():
+    tested = ("rapid", "raft", "ruby")
+    words = replace(TRAIN, strange=("rather", "craft", "drift", "rapids", "rub", "by"), share=1.0)
+    draw = np.random.default_rng(0)
+    assert {words.strange_word(draw) for _ in range(99)} <= set(words.strange)
+    made = replace(words.without(frozenset(tested)), invented=1.0)
+    found = {made.strange_word(draw) for _ in range(2000)}
+    assert len(found) > 60
+    assert not found & set(tested)
+    assert "raft" in {replace(words, invented=1.0).strange_word(draw) for _ in range(2000)}
+
+
+def test_loose_sentences_keep_their_subject_and_value():
+    words = replace(TRAIN, strange=("clouds", "promised"), loose=0.5)
+    made = story("train", 0, 0, codes=8, movers=4, moves=1, unknown=0, words=words)
+    for fact in made.facts:
+        assert fact.subject in fact.text
+        assert fact.text.endswith(f"{fact.value}.")
+    said = [fact.text for fact in made.facts] + [asked.question for asked in made.asked]
+    assert sum("clouds" in text.lower() for text in said) > 8
+    assert not any("{" in text for text in said)
+    assert parse(story("train", 0, 0, codes=1, movers=0, moves=1, unknown=0).facts[0].text)
 
 
 def test_lists_of_others_are_added_but_for_what_is_tested(books, tmp_path):
@@ -152,7 +178,8 @@ def test_the_last_place_counts_and_every_subject_is_asked_for(part):
         never = [asked for asked in made.asked if asked.kind == "unknown"]
         assert [(asked.answer, asked.fact) for asked in never] == [(NOT_TOLD, None)] * 8
         assert len({asked.question for asked in never}) == 8
-        codes = [asked for asked in never if "code" in asked.question or "number" in asked.question]
+        adjectives = set(WORDS[part].adjectives)
+        codes = [a for a in never if adjectives & set(re.findall(r"\w+", a.question))]
         assert len(codes) == 4
         for asked in never:
             assert not any(re.search(rf"\b{s}\b", asked.question) for s in last)
@@ -213,7 +240,7 @@ def events(text: str, part: Part) -> list[tuple[int, str, str, str]]:
             for m in re.finditer(" " + pattern(form, kind), text):
                 found[m.start(), m.end()] = (m.start(), "told", m["subject"], m["value"])
         for form in QUESTIONS[part][kind]:
-            asked = rf"\nQuestion: {pattern(form, kind)}\nAnswer: (?P<answer>[^.]*)\."
+            asked = rf"\nQuestion: {pattern(form, kind)} (?P<answer>[^.]*)\."
             for m in re.finditer(asked, text):
                 found[m.start(), m.end()] = (m.start(), "asked", m["subject"], m["answer"])
     inner = {
@@ -270,7 +297,7 @@ def test_answers_alone_are_targets(material):
         assert (asked == (row.kinds >= 0)).all()
         assert (row.targets[:-1] == row.tokens[1:])[asked[:-1]].all()
         expected = np.zeros(len(text), bool)
-        for found in re.finditer(r"\nAnswer:( [^.]*\.)", text):
+        for found in re.finditer(ANSWER, text):
             expected[found.start(1) : found.end(1)] = True
             kind = kinds[row.kinds[found.start(1) - 1]]
             assert (row.kinds[found.start(1) - 1 : found.end(1) - 1] == kinds.index(kind)).all()
@@ -284,8 +311,26 @@ def test_answers_alone_are_targets(material):
 def test_what_is_asked_is_what_a_model_is_asked(material):
     """Prompt and completion of the task, token by token."""
     text = whole(material.books["train"].row(900, 0, 0, 0))
-    for found in re.finditer(r"\nQuestion: (.*)\nAnswer: ([^.]*)\.", text):
-        assert found[0] == TASK.prompt(found[1]) + TASK.completion(found[2])
+    for found in re.finditer(r"\nQuestion: (.*?[.?])( [^.]*\.)", text):
+        assert found[0] == TASK.prompt(found[1]) + TASK.completion(found[2][1:-1])
+
+
+def test_facts_told_again_have_a_value_to_be_known(books, tmp_path):
+    """Told for the second time, and in training only."""
+    made = StoryMaterial(data(books, again=1.0, unknown=0.0, moves=1), tmp_path)
+    for number in range(8):
+        row = made.books["train"].row(1500, 0, 0, number)
+        text, told, again = whole(row), set(), 0
+        asked = np.append(row.targets != NO_TARGET, False)
+        assert "Question" not in text
+        for at, _, subject, value in events(text, "train"):
+            begin = text.index(value, at)
+            learned = asked[begin - 1 : begin + len(value)]
+            assert learned.all() if subject in told else not learned.any()
+            again += subject in told
+            told.add(subject)
+        assert 1 <= again <= 5
+    assert "Question" in whole(made.books["test"].row(1500, 0, 0, 0))
 
 
 def test_facts_are_near_and_far(material):
@@ -335,6 +380,16 @@ def replaced(material, books, **changes):
     made = object.__new__(StoryMaterial)
     made.__dict__ |= material.__dict__ | {"data": data(books, **changes)}
     return made
+
+
+def test_longer_texts_come_in_later(books, tmp_path):
+    stories = data(books, lengths=(500, 1000, 250), growing=0.6)
+    settings = config(books, data=stories, steps=50)
+    source = StoryMaterial(stories, tmp_path).source(settings, Ranks(CPU))
+    drawn = [source.work(step).tokens.shape[1] for step in range(50)]
+    assert set(drawn[:10]) == {250}
+    assert set(drawn[10:20]) == {250, 500}
+    assert set(drawn[20:]) == {250, 500, 1000}
 
 
 def test_ranks_and_resumed_runs_get_the_same_rows(books, material):
@@ -392,7 +447,7 @@ def test_answers_count_by_kind(books, material, segment):
     codes = []
     for step, number in product(range(2), range(2)):
         text = whole(material.books["test"].row(1000, 0, step, number))
-        codes += re.findall(r"\nAnswer: (\d{4})\.", text)
+        codes += re.findall(r"\nQuestion: .*?[.?] (\d{4})\.", text)
     right = sum(min(code) >= "5" for code in codes) / len(codes)
     assert found["accuracy@codes-1000"] == pytest.approx(right)
     assert found["accuracy@places-1000"] == found["accuracy@unknown-1000"] == 1.0
@@ -459,7 +514,7 @@ def test_a_tokenizer_with_single_digits(books, tmp_path, capsys):
     made = row.row(600, 0, 0, 0)
     said = tokenizer.decode(made.targets[made.targets != NO_TARGET].tolist())
     text = tokenizer.decode([*made.tokens.tolist(), int(made.targets[-1])])
-    assert said == "".join(re.findall(r"\nAnswer:( [^.]*\.)", text))
+    assert said == "".join(re.findall(ANSWER, text))
     capsys.readouterr()
 
 

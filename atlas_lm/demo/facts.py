@@ -18,7 +18,8 @@ from functools import cache
 import numpy as np
 
 from atlas_lm.ask import Task
-from atlas_lm.demo.words import FACTS, PARTS, QUESTIONS, WORDS, Part, Words
+from atlas_lm.demo.forms import FACTS, PARTS, QUESTIONS, TOLD, Part
+from atlas_lm.demo.words import WORDS, Words
 from atlas_lm.tasks.samples import generator_of
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
 NOT_TOLD = "not told"
 CODES = 10_000
 TASK = Task(
-    templates={"plain": "\nQuestion: {question}\nAnswer: "},
+    templates={"plain": "\nQuestion: {question} "},
     stop=(".",),
     max_tokens=24,
     not_told=NOT_TOLD,
@@ -110,11 +111,11 @@ def story(
     people = _some(words.names, movers + unknown // 2, words, draw, capital=True)
     facts = _facts(part, things, people[:movers], moves, words, draw)
     asked = [
-        _asked(part, fact.kind, fact.subject, fact.value, i, draw)
+        _asked(part, fact.kind, fact.subject, fact.value, i, words, draw)
         for i, fact in sorted(_last(facts).values(), key=lambda pair: pair[1].kind == "place")
     ]
     for kind, subject in _never_told(unknown, things, people[movers:], words, draw):
-        asked.append(_asked(part, kind, subject, NOT_TOLD, None, draw))
+        asked.append(_asked(part, kind, subject, NOT_TOLD, None, words, draw))
     return Story(tuple(facts), tuple(asked))
 
 
@@ -128,9 +129,12 @@ def place_question(subject: str) -> str:
     return QUESTIONS["train"]["place"][0].format(subject=subject)
 
 
-def question(part: Part, kind: str, subject: str, draw: np.random.Generator) -> str:
+def question(
+    part: Part, kind: str, subject: str, draw: np.random.Generator, words: Words | None = None
+) -> str:
     """One of the forms of this part."""
-    return _one(QUESTIONS[part][kind], draw).format(subject=subject)
+    words = WORDS[part] if words is None else words
+    return words.sentence(_one(QUESTIONS[part][kind], draw), draw).format(subject=subject)
 
 
 def parse(sentence: str) -> Fact | None:
@@ -148,12 +152,12 @@ def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """Those with the most words of their own first: others would take them for a subject."""
     values = {"code": r"(?P<value>\d{4})", "place": r"(?P<value>[^.?!,]+)"}
     found = []
-    for part in PARTS:
-        for kind, forms in FACTS[part].items():
-            for form in forms:
-                text = re.escape(form).replace(r"\{subject\}", r"(?P<subject>[^.?!]+?)")
-                text = text.replace(r"\{value\}", values[kind])
-                found.append((len(form), kind, re.compile(text, re.IGNORECASE)))
+    for kind, (openings, cores) in TOLD.items():
+        before = "|".join(map(re.escape, openings))
+        for form in (*cores, *FACTS["test"][kind]):
+            text = re.escape(form).replace(r"\{subject\}", r"(?P<subject>[^.?!]+?)")
+            text = f"(?:(?:{before}) )?{text}".replace(r"\{value\}", values[kind])
+            found.append((len(form), kind, re.compile(text, re.IGNORECASE)))
     found.sort(key=lambda item: -item[0])
     return tuple((kind, form) for _, kind, form in found)
 
@@ -189,7 +193,8 @@ def _facts(
     for i in draw.permutation(len(told)).tolist():
         kind, subject, value = told[i]
         value = value or next(routes[subject])
-        text = _one(FACTS[part][kind], draw).format(subject=subject, value=value)
+        form = words.sentence(_one(FACTS[part][kind], draw), draw)
+        text = form.format(subject=subject, value=value)
         facts.append(Fact(kind, subject, value, text))
     return facts
 
@@ -203,9 +208,15 @@ def _last(facts: Sequence[Fact]) -> dict[tuple[str, str], tuple[int, Fact]]:
 
 
 def _asked(
-    part: Part, kind: str, subject: str, answer: str, fact: int | None, draw: np.random.Generator
+    part: Part,
+    kind: str,
+    subject: str,
+    answer: str,
+    fact: int | None,
+    words: Words,
+    draw: np.random.Generator,
 ) -> Asked:
-    asked = question(part, kind, subject, draw)
+    asked = question(part, kind, subject, draw, words)
     return Asked("unknown" if fact is None else kind, asked, answer, fact)
 
 
@@ -261,7 +272,7 @@ def _some(
     found = [known[int(i)] for i in draw.choice(len(known), count, replace=False)]
     if words.share and words.strange:
         for i in np.flatnonzero(draw.random(count) < words.share).tolist():
-            word = words.strange[int(draw.integers(len(words.strange)))]
+            word = words.strange_word(draw)
             word = word.capitalize() if capital else word
             found[i] = word if word not in found else found[i]
     return found

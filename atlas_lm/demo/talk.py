@@ -13,9 +13,9 @@ from pathlib import Path
 
 from atlas_lm.ask import Answer, ask_both
 from atlas_lm.demo.facts import Fact, code_question, parse, place_question
+from atlas_lm.demo.forms import QUESTIONS
 from atlas_lm.demo.screen import clipped
 from atlas_lm.demo.show import MEMORY, SEGMENT, Reader
-from atlas_lm.demo.words import QUESTIONS
 from atlas_lm.memory import Memory, load_memory
 from atlas_lm.reading import read_file
 from atlas_lm.whole_files import write_whole

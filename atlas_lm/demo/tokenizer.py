@@ -16,8 +16,8 @@ from pathlib import Path
 
 SMALLEST = 257
 """The bytes and the end of a document."""
-TIMES = 1000
-"""How often they are said: enough for whole tokens beside books of any size."""
+SENTENCES = 30_000
+"""So many of them are said, at least: enough for whole tokens beside books of any size."""
 
 
 def make(books: str | os.PathLike, out: str | os.PathLike, size: int) -> Path:
@@ -40,12 +40,13 @@ def make(books: str | os.PathLike, out: str | os.PathLike, size: int) -> Path:
 def _forms() -> str:
     """All sentences and questions to learn with, about nothing."""
     from atlas_lm.demo.facts import TASK
-    from atlas_lm.demo.words import FACTS, QUESTIONS
+    from atlas_lm.demo.forms import FACTS, QUESTIONS
 
     said = [form for forms in FACTS["train"].values() for form in forms]
     for forms in QUESTIONS["train"].values():
         said += [TASK.prompt(form) + TASK.completion("") for form in forms]
-    return " ".join(form.format(subject="it", value="it") for form in said * TIMES)
+    times = -(-SENTENCES // len(said))
+    return " ".join(form.format(subject="it", value="it") for form in said * times)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,16 +1,19 @@
-"""Words of which facts are made: things with an adjective, people, places; and forms of sentences.
+"""Words of which facts are made: things with an adjective, people, places.
 
-What is for training and what for testing has no word and no form in common.
+What is for training and what for testing has no word in common.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
-Part: TypeAlias = Literal["train", "test"]
-PARTS: tuple[Part, ...] = ("train", "test")
+import numpy as np
+
+from atlas_lm.demo.forms import Part
+
+SHORTEST, LONGEST = 3, 10
+"""Letters of a strange word."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,14 @@ class Words:
     remember words that it never saw in such a sentence."""
     share: float = 0.0
     """How often."""
+    invented: float = 0.0
+    """Part of the strange words that are made of the beginning of one and the end of another: of
+    those there are so many that they cannot be known by heart."""
+    loose: float = 0.0
+    """Part of the words around a subject that are strange ones too: whoever learns with them learns
+    to read sentences that it never saw."""
+    never: frozenset[str] = frozenset()
+    """What no word may be."""
 
     @property
     def all(self) -> frozenset[str]:
@@ -36,10 +47,28 @@ class Words:
     def without(self, others: frozenset[str]) -> Words:
         """Those that are not among the others."""
         names = ("adjectives", "nouns", "names", "places", "strange")
-        return replace(
-            self,
-            **{n: tuple(w for w in getattr(self, n) if w.lower() not in others) for n in names},
-        )
+        kept = {n: tuple(w for w in getattr(self, n) if w.lower() not in others) for n in names}
+        return replace(self, never=self.never | others, **kept)
+
+    def strange_word(self, draw: np.random.Generator) -> str:
+        """One of them, or an invented one."""
+        one, other = (self.strange[int(i)] for i in draw.integers(len(self.strange), size=2))
+        if draw.random() >= self.invented:
+            return one
+        first, last = int(draw.integers(1, len(one))), int(draw.integers(1, len(other)))
+        word = (one[:first] + other[last:])[:LONGEST]
+        return one if word in self.never or len(word) < SHORTEST else word
+
+    def sentence(self, form: str, draw: np.random.Generator) -> str:
+        """The form, some of its words replaced; articles stay, since they say where a thing is."""
+        if not (self.loose and self.strange):
+            return form
+
+        def replaced(found: re.Match[str]) -> str:
+            stays = found[0].lower() == "the" or draw.random() >= self.loose
+            return found[0] if stays else self.strange_word(draw)
+
+        return re.sub(r"(?<!{)\b[A-Za-z]+\b(?!})", replaced, form)
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -123,93 +152,3 @@ TEST = Words(
         """),
 )
 WORDS: dict[Part, Words] = {"train": TRAIN, "test": TEST}
-
-# Sentences and questions; the first of training is the plain one, for a visitor's own
-
-FACTS: dict[Part, dict[str, tuple[str, ...]]] = {
-    "train": {
-        "code": (
-            "The code of the {subject} is {value}.",
-            "The {subject} has the code {value}.",
-            "The code for the {subject} is {value}.",
-            "Remember that the code of the {subject} is {value}.",
-            "For the {subject} the code is {value}.",
-            "They gave the {subject} the code {value}.",
-            "The number of the {subject} is {value}.",
-            "The {subject} opens with {value}.",
-            "Whoever needs the {subject} should know its code, {value}.",
-            "Everybody knew that the {subject} had the code {value}.",
-        ),
-        "place": (
-            "{subject} is in the {value}.",
-            "{subject} went to the {value}.",
-            "{subject} moved to the {value}.",
-            "{subject} walked into the {value}.",
-            "{subject} has gone to the {value}.",
-            "{subject} travelled to the {value}.",
-            "Then {subject} came to the {value}.",
-            "{subject} is now in the {value}.",
-            "After that {subject} ran to the {value}.",
-            "They saw {subject} in the {value}.",
-        ),
-    },
-    "test": {
-        "code": (
-            "The {subject} answers to the code {value}.",
-            "On the label of the {subject} stands the code {value}.",
-            "To use the {subject} one has to enter {value}.",
-            "It was written that the {subject} bears the code {value}.",
-        ),
-        "place": (
-            "{subject} hurried off to the {value}.",
-            "At last {subject} reached the {value}.",
-            "{subject} stepped into the {value}.",
-            "It is said that {subject} returned to the {value}.",
-        ),
-    },
-}
-QUESTIONS: dict[Part, dict[str, tuple[str, ...]]] = {
-    "train": {
-        "code": (
-            "What is the code of the {subject}?",
-            "Which code does the {subject} have?",
-            "What is the code for the {subject}?",
-            "What code was given to the {subject}?",
-            "The {subject}: what is its code?",
-            "Which number does the {subject} have?",
-        ),
-        "place": (
-            "Where is {subject}?",
-            "Where is {subject} now?",
-            "In which place is {subject}?",
-            "Where has {subject} gone?",
-            "Where can one find {subject}?",
-            "Where did they see {subject}?",
-        ),
-    },
-    "test": {
-        "code": (
-            "What code has the {subject}?",
-            "Which code belongs to the {subject}?",
-            "Please say the code of the {subject}.",
-            "Do you remember the code of the {subject}?",
-        ),
-        "place": (
-            "Where did {subject} go last?",
-            "Where would one meet {subject}?",
-            "What is the place where {subject} is?",
-            "Do you remember where {subject} is?",
-        ),
-    },
-}
-
-
-def form_words() -> frozenset[str]:
-    """Words of the forms themselves, which nothing should be called."""
-    text = " ".join(
-        form
-        for forms in (*FACTS.values(), *QUESTIONS.values())
-        for kind in forms.values()
-        for form in kind
-    )
-    return frozenset(re.findall(r"[a-z]+", text.lower())) - {"subject", "value"}

@@ -22,7 +22,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The sum of the losses in nats, of x `[n d]`, weight `[v d]` and targets `[n]`.
 
     The logits have the dtype of `linear(x, weight)`, under autocast too; what is made of them is
-    float32 or better. Of no rows: 0.
+    float32 or better. Rows with a target below 0 do not count. Of no rows: 0.
     """
     device = x.device.type
     dtype = torch.promote_types(x.dtype, weight.dtype)
@@ -53,10 +53,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 inside = x[part].to(dtype)
                 logits = linear(inside, head).to(exact)
                 size = logits.logsumexp(-1, keepdim=True)
-                total += (size - logits.gather(-1, targets[part, None])).sum()
+                counts = targets[part, None] >= 0
+                wanted = targets[part, None].clamp(min=0)
+                total += torch.where(counts, size - logits.gather(-1, wanted), 0).sum()
                 if not (wants_x or wants_weight):
                     continue
-                pull = _gradient_in_place(logits, size, targets[part, None]).to(dtype)
+                pull = _gradient_in_place(logits, size, wanted, counts).to(dtype)
                 del logits
                 if grad_x is not None:
                     grad_x[part] = pull @ head
@@ -77,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def _gradient_in_place(logits: Tensor, size: Tensor, targets: Tensor) -> Tensor:
-    """Softmax minus one at the target, where the logits were."""
-    logits.sub_(size).exp_()
-    return logits.scatter_add_(-1, targets, logits.new_full((), -1).expand(targets.shape))
+def _gradient_in_place(logits: Tensor, size: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
+    """Softmax minus one at the target, where the logits were; zero in rows that do not count."""
+    logits.sub_(torch.where(counts, size, torch.inf)).exp_()
+    return logits.scatter_add_(-1, wanted, -counts.to(logits.dtype))

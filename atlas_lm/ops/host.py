@@ -6,7 +6,9 @@ So whatever is moved there with `to_device` is remembered, and `on_host` gives i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,33 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """x there, without waiting."""
     if device.type == "cpu":
         return x.to(device)
-    return remember(x.to(device, non_blocking=True), x)
+    if _kept is None:
+        return remember(x.to(device, non_blocking=True), x)
+    key = x.contiguous().numpy().tobytes(), x.dtype, x.shape, device
+    if key not in _kept:
+        _kept[key] = x.to(device)
+    return remember(_kept[key].detach(), x)
+
+
+_kept: dict[Any, Tensor] | None = None
+
+
+@contextmanager
+def kept_on_device(kept: dict[Any, Tensor]) -> Iterator[None]:
+    """What is moved inside is moved once and stays in this table. A CUDA graph cannot copy what may
+    be gone when it is replayed: whoever records one goes through it inside before, and keeps the
+    table for as long as the graph."""
+    global _kept
+    earlier, _kept = _kept, kept
+    try:
+        yield
+    finally:
+        _kept = earlier
+
+
+def keeping() -> bool:
+    """Whether what is moved now is kept for a CUDA graph."""
+    return _kept is not None
 
 
 def remember(x: Tensor, value: Tensor) -> Tensor:

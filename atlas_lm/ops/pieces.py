@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from atlas_lm.ops.host import capturing, on_host, to_device
+from atlas_lm.ops.host import capturing, keeping, on_host, to_device
 from atlas_lm.shapes import TokenFlag
 
 
@@ -227,7 +227,7 @@ def cut_into_pieces(
     start = on_host(position)
     given = [x for x in (mask, reset) if x is not None]
     inference = torch.is_inference_mode_enabled() or any(x.is_inference() for x in given)
-    if inference or capturing(position):
+    if inference or keeping() or capturing(position):
         return _cut(start, position.device, length, mask, reset, chunk, window, slots)
     versions = [None if x is None else x._version for x in (mask, reset)]
     key = [start.tolist(), length, chunk, window, slots, position.device, *versions]

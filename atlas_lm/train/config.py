@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import grows, name_of
 from atlas_lm.names import nearest
+from atlas_lm.rules import Rule
 from atlas_lm.tasks.rows import RowTask, row_task
 from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.train.optimizers import OptimizerConfig
@@ -145,6 +146,11 @@ class QuestionData:
             _expect_at_least("data.lengths and data.longer", length, 1)
 
 
+PARTS_OF_STORIES = (
+    "people", "unknown", "again", "growing", "strange", "invented", "loose", "text"
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoryData:
     """Texts in which facts of `atlas_lm.demo.facts` are hidden, with questions in between and at
@@ -162,8 +168,13 @@ class StoryData:
     """Questions after its text."""
     unknown: float = 0.25
     """Part of the questions that are about what was never told."""
+    again: float = 0.0
+    """Part of the others that are no questions, in training: the fact is told again, and its value
+    is to be known. A fact is found by its own words long before it is found by other words."""
     lengths: tuple[int, ...] = ()
     """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
+    growing: float = 0.0
+    """Part of the steps over which lengths come in one after the other, the shortest first."""
     longer: tuple[int, ...] = ()
     """Lengths, besides that of the run, at which it is evaluated."""
     books: str | None = None
@@ -174,6 +185,11 @@ class StoryData:
     """Folder of RULER's lists of words, to learn with besides ours."""
     strange: float = 0.3
     """How often a word of a fact is any word of the books, in training."""
+    invented: float = 0.5
+    """Part of those that are made of two: whoever learns to write down the words of a list does not
+    learn to write down others."""
+    loose: float = 0.1
+    """Part of the words around a subject that are any words too, in training."""
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
@@ -186,7 +202,7 @@ class StoryData:
             raise ValueError(
                 f"data.facts: {self.facts}; expected the fewest and the most, 1 or more"
             )
-        for name in ("people", "unknown", "strange", "text"):
+        for name in PARTS_OF_STORIES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
         for name, least in (("moves", 1), ("between", 0), ("at_end", 1), ("workers", 0)):
@@ -242,6 +258,9 @@ class TrainConfig:
     """bf16: products in bfloat16 by autocast, parameters and their updates in float32."""
     compile: bool = False
     """Compile the blocks with torch.compile."""
+    graph: bool = False
+    """Record steps as CUDA graphs: small models on one GPU are several times faster. Not for text,
+    whose documents begin anywhere."""
     checkpointing: bool = False
     """Keep only what goes into each block and compute the rest again in the backward."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -295,6 +314,8 @@ class TrainConfig:
             )
         if self.carry:
             self._check_carry()
+        if self.graph:
+            self._check_graph()
         if isinstance(self.data, RecallData):
             self._check_recall(self.data)
         lengths = self.data.lengths if isinstance(self.data, QuestionData | StoryData) else ()
@@ -320,6 +341,27 @@ class TrainConfig:
             raise ValueError(
                 f"carry: the state of {growing[0]} grows with every token; expected rules whose "
                 "state has one size, or no --carry"
+            )
+
+    def _check_graph(self) -> None:
+        others = ("compile", "checkpointing", "segment")
+        found = [name for name in others if getattr(self, name)]
+        if self.accumulate > 1:
+            found.append("accumulate")
+        if found:
+            raise ValueError(
+                f"graph: a step is recorded whole, without {found[0]}; leave one of the two out"
+            )
+        if self.of_text:
+            raise ValueError(
+                "graph: documents of a text begin anywhere, and a recorded step is always the "
+                "same; expected other data, or no --graph"
+            )
+        custom = [rule for rule in self.model.rules if isinstance(rule, Rule) and rule.custom]
+        if custom:
+            raise ValueError(
+                f"graph: a function given as {custom[0].custom[0]} may look at numbers; expected a "
+                "rule by its name, or no --graph"
             )
 
     def _check_recall(self, data: RecallData) -> None:

@@ -43,6 +43,7 @@ from atlas_lm.train.ranks import (
     shard,
     whole_weights,
 )
+from atlas_lm.train.recording import RecordedGradients, check_recording
 from atlas_lm.train.run_folder import (
     CHECKPOINTS,
     DATA,
@@ -102,6 +103,7 @@ def _begun(
 ) -> Run:
     """The run, with all that it needs looked at before anything is written."""
     check_compiler(config, ranks.device)
+    check_recording(config, ranks)
     if config.batch % (ranks.ranks * config.accumulate):
         raise ValueError(
             f"batch: {config.batch} rows for {ranks.ranks} ranks in {config.accumulate} parts "
@@ -162,7 +164,8 @@ class Run:
             block.compile()  # in place; the loss makes its own gradients, which no compiler traces
         self.objective = shard(objective, ranks, config.parallel)
         self.optimizers = Optimizers(config.optimizer, self.model)
-        self.gradients = Gradients(config, ranks, self.objective)
+        made = RecordedGradients if config.graph else Gradients
+        self.gradients = made(config, ranks, self.objective)
         self.checkpoints = Checkpoints(out / CHECKPOINTS, config.keep)
         self.journal = Journal(out / METRICS)
         self.watches: list[Watch] = [self.journal, *watches] if ranks.first else []
@@ -296,7 +299,7 @@ class Run:
     def _first_not_finite(self, work: Work) -> str:
         def again() -> None:
             self.optimizers.zero_grad()
-            self.gradients.add(work)
+            Gradients.add(self.gradients, work)  # in a recorded one nobody can look
 
         return first_not_finite(self.objective, self.model, again)
 

@@ -28,11 +28,18 @@ class NextToken(nn.Module):
         state: ModelState | None = None,
         reset: TokenFlag | None = None,
         judge: bool = False,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, ModelState] | tuple[Tensor, Tensor, ModelState, Tensor]:
         """Sum of the losses in nats, number of targets, state; with `judge`, also which targets
-        `[b t]` are not what the model holds for the likeliest."""
+        `[b t]` are not what the model holds for the likeliest.
+
+        places    `[n]`, where the targets are known to stand among all tokens of the batch: then
+                  targets are `[n]` too, and nobody looks for them
+        """
         x, state = self.model.encode(tokens, state, reset=reset)
-        if self.dense:
+        if places is not None:
+            x, wanted = x.flatten(0, 1).index_select(0, places), targets
+        elif self.dense:
             x, wanted = x.flatten(0, 1), targets.flatten()
         else:
             asked = targets != NO_TARGET

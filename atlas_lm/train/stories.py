@@ -1,8 +1,7 @@
 """Batches of texts with facts hidden in them and questions about what was told so far.
 
     row    ... It rained. The code of the amber kettle is 4071. They waited for ...
-           Question: What is the code of the amber kettle?
-           Answer: 4071. He never ...
+           Question: What is the code of the amber kettle? 4071. He never ...
 
 A row is a function of the seed, its step and its number alone. What words and sentences are learned
 with is never tested with.
@@ -24,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from atlas_lm.ask import Task, continuation
 from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, question, story
-from atlas_lm.demo.words import WORDS, Words, form_words
+from atlas_lm.demo.forms import form_words
+from atlas_lm.demo.words import LONGEST, SHORTEST, WORDS, Words
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.niah import read_words
@@ -77,7 +77,11 @@ class Size:
 
     @property
     def half(self) -> Size:
-        return Size(max(self.facts // 2, 1), self.between // 2, max(self.at_end // 2, 1))
+        """Half the questions, and half the facts too if there are not more questions than are
+        needed to ask for each twice."""
+        many = self.between + self.at_end > 2 * self.facts
+        facts = self.facts if many else max(self.facts // 2, 1)
+        return Size(facts, self.between // 2, max(self.at_end // 2, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +129,7 @@ class Book:
         ]
         asked = [(float(draw.random()), asked) for asked in never[:in_text]]
         asked += [self._in_text(told.facts, depths, draw) for _ in range(size.between - in_text)]
-        events += [(depth, self._question(each)) for depth, each in asked]
+        events += [(depth, self._asked(each, told, draw)) for depth, each in asked]
         events.sort(key=lambda event: event[0])
         end = self._at_end(told, never[in_text:], size.at_end, draw)
         return [said for _, said in events], [depth for depth, _ in events], end
@@ -159,7 +163,7 @@ class Book:
             for i, fact in enumerate(facts)
             if (fact.subject, fact.kind) == (subject, kind) and depths[i] <= depth
         )
-        text = question(self.part, kind, subject, draw)
+        text = question(self.part, kind, subject, draw, self.words)
         return depth, Asked(kind, text, facts[last].value, last)
 
     def _at_end(
@@ -169,12 +173,26 @@ class Book:
         known = [asked for asked in told.asked if asked.fact is not None]
         some = draw.permutation(len(known))[: count - len(never)]
         chosen = [*never, *(known[i] for i in some.tolist())]
-        return [self._question(chosen[i]) for i in draw.permutation(len(chosen)).tolist()]
+        return [self._asked(chosen[i], told, draw) for i in draw.permutation(len(chosen)).tolist()]
+
+    def _asked(self, asked: Asked, told: Story, draw: np.random.Generator) -> Said:
+        """The question, or at times its fact once more."""
+        if asked.fact is None or self.part != "train" or draw.random() >= self.data.again:
+            return self._question(asked)
+        return self._again(told.facts[asked.fact])
 
     # As tokens
 
     def _fact(self, fact: Fact) -> Said:
         return Said(ids(self.haystack.separator + fact.text, self.tokenizer), "fact", 0)
+
+    def _again(self, fact: Fact) -> Said:
+        """The sentence as it was told, of which the value is to be known."""
+        before, value, after = fact.text.rpartition(fact.value)
+        begin = self.tokenizer.encode(self.haystack.separator + before.rstrip(" "))
+        spaces = " " * (len(before) - len(before.rstrip(" ")))
+        end = self.tokenizer.encode(spaces + value + after)
+        return Said(np.asarray([*begin, *end], np.int64), fact.kind, len(end))
 
     def _question(self, asked: Asked) -> Said:
         """As `atlas_lm.ask` reads it."""
@@ -316,11 +334,16 @@ class StorySource:
         return work
 
     def work(self, step: int) -> Work:
-        config = self.config
-        drawn = np.random.SeedSequence([config.seed, step]).generate_state(1)[0]
-        length = self.lengths[int(drawn) % len(self.lengths)]
+        config, length = self.config, self.length_of(step)
         mine = _mine(config.length // length * config.batch, self.ranks)
         return self.material.rows("train", length, config.seed, step, mine)
+
+    def length_of(self, step: int) -> int:
+        """One of those that have come in by then."""
+        lengths, growing = sorted(self.lengths), self.material.data.growing * self.config.steps
+        come = len(lengths) if step >= growing else 1 + int(step / growing * len(lengths))
+        drawn = np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]
+        return lengths[int(drawn) % come]
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -374,8 +397,14 @@ def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) ->
         )
     if data.strange:
         text = tokenizer.decode(haystack.tokens[:STRANGE_TOKENS].tolist())
-        found = sorted(set(re.findall(r"(?<= )[a-z]{3,10}(?= )", text)))
-        words = replace(words, strange=tuple(found), share=data.strange)
+        found = sorted(set(re.findall(rf"(?<= )[a-z]{{{SHORTEST},{LONGEST}}}(?= )", text)))
+        words = replace(
+            words,
+            strange=tuple(found),
+            share=data.strange,
+            invented=data.invented,
+            loose=data.loose,
+        )
     return words.without(WORDS["test"].all | form_words())
 
 

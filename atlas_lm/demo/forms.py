@@ -1,0 +1,249 @@
+"""Sentences that tell facts, and questions about them.
+
+What is learned with is every opening before every core, some hundred sentences of each kind, so
+that reading is learned and not a few sentences by heart; what is tested with has none of them.
+The first of training is the plain one, for a visitor's own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, TypeAlias
+
+Part: TypeAlias = Literal["train", "test"]
+PARTS: tuple[Part, ...] = ("train", "test")
+Forms: TypeAlias = dict[Part, dict[str, tuple[str, ...]]]
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in text.strip().splitlines())
+
+
+def _sentences(openings: tuple[str, ...], cores: tuple[str, ...]) -> tuple[str, ...]:
+    """Every core alone, then after every opening."""
+    alone = [core[0].upper() + core[1:] for core in cores]
+    return *alone, *(f"{first} {core}" for first in openings for core in cores)
+
+
+TOLD_BEFORE = _lines("""
+    Remember that
+    Everybody knew that
+    Note that
+    He said that
+    She told us that
+    It is true that
+    As you know,
+    By the way,
+    In truth,
+    I believe that
+    One more thing:
+    Listen:
+    They say that
+    Mind that
+    My friend said that
+    Once again,
+    Before we go on,
+    Let it be known that
+    It seems that
+    We learned that
+    """)
+CODES = _lines("""
+    the code of the {subject} is {value}.
+    the {subject} has the code {value}.
+    the code for the {subject} is {value}.
+    for the {subject} the code is {value}.
+    they gave the {subject} the code {value}.
+    the number of the {subject} is {value}.
+    the {subject} opens with {value}.
+    whoever needs the {subject} should know its code, {value}.
+    the {subject} had the code {value}.
+    the {subject} was given the number {value}.
+    the code that opens the {subject} is {value}.
+    the {subject} carries the number {value}.
+    he who wants the {subject} must say {value}.
+    the {subject} is marked {value}.
+    the sign on the {subject} reads {value}.
+    under the {subject} one finds the number {value}.
+    she called the {subject} number {value}.
+    the {subject} goes by the number {value}.
+    the owner of the {subject} wrote down {value}.
+    with the {subject} comes the code {value}.
+    the proper code for the {subject} would be {value}.
+    nobody but us knows the code of the {subject}, {value}.
+    the {subject} listens only to {value}.
+    the {subject} will not open without {value}.
+    of the {subject} it is said: {value}.
+    the {subject} was sold as number {value}.
+    as to the {subject}, its code is {value}.
+    the number scratched into the {subject} is {value}.
+    """)
+MOVED_BEFORE = _lines("""
+    Then
+    After that
+    Later
+    In the morning
+    At noon
+    In the evening
+    The next day
+    Suddenly
+    A moment later
+    Soon
+    As it happened,
+    They told me that
+    I heard that
+    It seems that
+    We know that
+    On Monday
+    In the end
+    Meanwhile
+    For some reason
+    Without a word
+    """)
+PLACES = _lines("""
+    {subject} is in the {value}.
+    {subject} went to the {value}.
+    {subject} moved to the {value}.
+    {subject} walked into the {value}.
+    {subject} has gone to the {value}.
+    {subject} travelled to the {value}.
+    {subject} came to the {value}.
+    {subject} is now in the {value}.
+    {subject} ran to the {value}.
+    they saw {subject} in the {value}.
+    {subject} drove to the {value}.
+    {subject} climbed up to the {value}.
+    {subject} was seen in the {value}.
+    {subject} lives in the {value}.
+    {subject} was brought to the {value}.
+    {subject} fled to the {value}.
+    {subject} is waiting in the {value}.
+    {subject} sits in the {value}.
+    {subject} crept into the {value}.
+    {subject} was sent to the {value}.
+    {subject} left for the {value}.
+    {subject} followed us to the {value}.
+    you will find {subject} in the {value}.
+    they carried {subject} to the {value}.
+    we met {subject} in the {value}.
+    {subject} stays in the {value}.
+    {subject} rode to the {value}.
+    {subject} has arrived at the {value}.
+    {subject} sailed to the {value}.
+    {subject} wandered into the {value}.
+    {subject} made for the {value}.
+    {subject} turned up in the {value}.
+    {subject} slipped away to the {value}.
+    {subject} rushed to the {value}.
+    {subject} can be found in the {value}.
+    {subject} strolled over to the {value}.
+    """)
+TOLD = {"code": (TOLD_BEFORE, CODES), "place": (MOVED_BEFORE, PLACES)}
+"""Openings and cores of the sentences that are learned, by kind."""
+FACTS: Forms = {
+    "train": {kind: _sentences(*parts) for kind, parts in TOLD.items()},
+    "test": {
+        "code": (
+            "The {subject} answers to the code {value}.",
+            "On the label of the {subject} stands the code {value}.",
+            "To use the {subject} one has to enter {value}.",
+            "It was written that the {subject} bears the code {value}.",
+        ),
+        "place": (
+            "{subject} hurried off to the {value}.",
+            "At last {subject} reached the {value}.",
+            "{subject} stepped into the {value}.",
+            "It is rumoured that {subject} returned to the {value}.",
+        ),
+    },
+}
+
+ASKED_BEFORE = _lines("""
+    Tell me:
+    Now,
+    Think back:
+    One question:
+    Say,
+    Well,
+    And now:
+    Quickly:
+    So,
+    I ask you:
+    """)
+CODE_QUESTIONS = _lines("""
+    what is the code of the {subject}?
+    which code does the {subject} have?
+    what is the code for the {subject}?
+    what code was given to the {subject}?
+    the {subject}: what is its code?
+    which number does the {subject} have?
+    what number is on the {subject}?
+    what opens the {subject}?
+    how does one open the {subject}?
+    what is the number of the {subject}?
+    what must one say to the {subject}?
+    which number was given to the {subject}?
+    tell me the code of the {subject}.
+    give me the number of the {subject}.
+    and the {subject}?
+    what did they write on the {subject}?
+    under which number does the {subject} go?
+    what was the code of the {subject}?
+    could you tell me the code of the {subject}?
+    which code is that of the {subject}?
+    how is the {subject} marked?
+    I need the code of the {subject}.
+    what code does one need for the {subject}?
+    """)
+PLACE_QUESTIONS = _lines("""
+    where is {subject}?
+    where is {subject} now?
+    in which place is {subject}?
+    where has {subject} gone?
+    where can one find {subject}?
+    where did they see {subject}?
+    where should I look for {subject}?
+    where was {subject} seen?
+    to which place did {subject} go?
+    what place is {subject} in?
+    and {subject}?
+    where does {subject} stay?
+    where may {subject} be?
+    tell me where {subject} is.
+    I am looking for {subject}.
+    who knows where {subject} went?
+    where do I find {subject}?
+    what has become of {subject}?
+    in what place would I find {subject}?
+    where did you see {subject}?
+    """)
+QUESTIONS: Forms = {
+    "train": {
+        "code": _sentences(ASKED_BEFORE, CODE_QUESTIONS),
+        "place": _sentences(ASKED_BEFORE, PLACE_QUESTIONS),
+    },
+    "test": {
+        "code": (
+            "What code has the {subject}?",
+            "Which code belongs to the {subject}?",
+            "Please say the code of the {subject}.",
+            "Do you remember the code of the {subject}?",
+        ),
+        "place": (
+            "Where did {subject} go last?",
+            "Where would one meet {subject}?",
+            "What is the place where {subject} is?",
+            "Do you remember where {subject} is?",
+        ),
+    },
+}
+
+
+def form_words() -> frozenset[str]:
+    """Words of the forms themselves, which nothing should be called."""
+    text = " ".join(
+        form
+        for forms in (*FACTS.values(), *QUESTIONS.values())
+        for kind in forms.values()
+        for form in kind
+    )
+    return frozenset(re.findall(r"[a-z]+", text.lower())) - {"subject", "value"}

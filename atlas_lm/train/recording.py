@@ -1,0 +1,116 @@
+"""Gradients as CUDA graphs: a step of a small model is a thousand kernels that take longer to ask
+for than to run, and here they are asked for once.
+
+A graph is of one shape of rows. What is different from step to step lies in tensors that stay where
+they are: tokens, targets, where those stand, and by what the loss is divided.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from atlas_lm.models.lm import NO_TARGET, ModelState
+from atlas_lm.ops.host import kept_on_device
+from atlas_lm.ops.validation import looks_at_values
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.ranks import Ranks
+from atlas_lm.train.sources import Work
+from atlas_lm.train.step import Gradients, precision
+
+WARM_UP = 2
+"""Times that a step is taken before it is recorded."""
+LEAST_TARGETS = 256
+
+
+def check_recording(config: TrainConfig, ranks: Ranks) -> None:
+    """Refuse to record where it cannot be done."""
+    if not config.graph:
+        return
+    if ranks.device.type != "cuda" or ranks.ranks > 1:
+        where = f"{ranks.ranks} ranks" if ranks.ranks > 1 else f"the {ranks.device.type}"
+        raise ValueError(f"--graph: a CUDA graph of a step is for one GPU, not for {where}")
+    if looks_at_values(ranks.device):
+        raise ValueError(
+            "--graph: checks of values are on, and these wait for the GPU; set "
+            "ATLAS_LM_CHECK_VALUES=0, or leave --graph out"
+        )
+
+
+class RecordedGradients(Gradients):
+    """The same gradients, recorded at the first rows of every shape and replayed from then on."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, objective: nn.Module):
+        super().__init__(config, ranks, objective)
+        self._recordings: dict[tuple[int, ...], _Recording] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def add(self, work: Work) -> tuple[Tensor, list[ModelState | None]]:
+        """Gradients of these rows, in place of those there are."""
+        places = (work.targets.flatten() != NO_TARGET).nonzero()[:, 0]
+        room = LEAST_TARGETS
+        while room < len(places):
+            room *= 2
+        key = *work.tokens.shape, room
+        if key not in self._recordings:
+            self._recordings[key] = _Recording(self, work, room, self._pool)
+        return self._recordings[key](work, places), [None]
+
+
+class _Recording:
+    def __init__(self, gradients: RecordedGradients, work: Work, room: int, pool: Any):
+        device = gradients.ranks.device
+        self.config, self.ranks = gradients.config, gradients.ranks
+        self.objective, self.room = gradients.objective, room
+        self.tokens = work.tokens.to(device)
+        self.targets = torch.zeros(room, dtype=torch.int64, device=device)
+        self.places = torch.zeros(room, dtype=torch.int64, device=device)
+        self.share = torch.ones((), device=device)
+        self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
+        self.kept: dict[Any, Tensor] = {}
+        """What the graph reads besides."""
+        self.graph = torch.cuda.CUDAGraph()
+        with kept_on_device(self.kept):
+            self._warm_up()
+            self._forget()
+            # other threads may go on using the GPU while this one records
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.loss = self._step()
+        self.grads = [p.grad for p in self.parameters]
+
+    def __call__(self, work: Work, places: Tensor) -> Tensor:
+        wanted, more = work.targets.flatten()[places], self.room - len(places)
+        for mine, given in (
+            (self.tokens, work.tokens),
+            (self.places, pad(places, (0, more))),
+            (self.targets, pad(wanted, (0, more), value=NO_TARGET)),
+        ):
+            mine.copy_(given.pin_memory(), non_blocking=True)
+        self.share.fill_(len(places))
+        self.graph.replay()
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter.grad = grad
+        return self.loss
+
+    def _step(self) -> Tensor:
+        with precision(self.config, self.ranks):
+            nats, _, _ = self.objective(self.tokens, self.targets, places=self.places)
+        loss = nats / self.share
+        loss.backward()
+        return loss.detach()
+
+    def _warm_up(self) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._forget()
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _forget(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,110 @@
+"""Steps recorded as CUDA graphs: the same gradients, and who is told that it cannot be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atlas_lm import LanguageModel, ModelConfig
+from atlas_lm.models.lm import NO_TARGET
+from atlas_lm.rules import RULES, Rule
+from atlas_lm.train.config import PythonText, RecallData, TrainConfig
+from atlas_lm.train.loop import train
+from atlas_lm.train.objective import NextToken
+from atlas_lm.train.ranks import Ranks
+from atlas_lm.train.recording import RecordedGradients, check_recording
+from atlas_lm.train.sources import Work
+from atlas_lm.train.step import Gradients
+
+MODEL = ModelConfig(vocab=64, dim=64, depth=2, heads=2, rule="delta_net")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+
+
+def config(**changes) -> TrainConfig:
+    return TrainConfig(
+        **{"model": MODEL, "data": RecallData(), "length": 96, "graph": True} | changes
+    )
+
+
+def rows(seed: int, batch: int = 4, length: int = 96) -> Work:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 64, (batch, length), generator=draw)
+    asked = torch.rand(batch, length, generator=draw) < 0.3
+    return Work(tokens, torch.where(asked, tokens.roll(-1, 1), NO_TARGET), None)
+
+
+def test_targets_whose_places_are_known_make_the_same_loss():
+    torch.manual_seed(0)
+    objective = NextToken(LanguageModel(MODEL))
+    tokens, targets, _ = rows(0)
+    expected, count, _ = objective(tokens, targets)
+    places = (targets.flatten() != NO_TARGET).nonzero()[:, 0]
+    wanted = targets.flatten()[places]
+    found, *_ = objective(tokens, wanted, places=places)
+    assert torch.equal(found, expected)
+    more = torch.zeros(7, dtype=torch.int64)
+    found, *_ = objective(tokens, torch.cat([wanted, more - 100]), places=torch.cat([places, more]))
+    torch.testing.assert_close(found, expected)
+    assert count == len(places)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"compile": True}, "without compile; leave one"),
+        ({"checkpointing": True}, "without checkpointing"),
+        ({"segment": 32}, "without segment"),
+        ({"accumulate": 2}, "without accumulate"),
+        ({"data": PythonText()}, "documents of a text begin anywhere"),
+        (
+            {"model": replace(MODEL, rule=Rule(objective=lambda e: e.square().sum(-1)))},
+            "a function given as objective may look at numbers",
+        ),
+    ],
+)
+def test_what_cannot_be_recorded(changes, told):
+    with pytest.raises(ValueError, match=f"graph: .*{told}"):
+        config(**changes)
+    assert not config(**changes, graph=False).graph
+
+
+def test_a_cpu_has_no_graphs(tmp_path):
+    told = "--graph: a CUDA graph of a step is for one GPU, not for the cpu"
+    with pytest.raises(ValueError, match=told):
+        train(config(), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="one GPU, not for 2 ranks"):
+        check_recording(config(), Ranks(torch.device("cuda"), rank=0, ranks=2))
+    check_recording(config(graph=False), Ranks(torch.device("cpu")))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("rule", ["delta_net", "titans", "atlas", "omeganet", "swa", "attention"])
+def test_recorded_gradients_are_the_same(rule):
+    """At every shape, and again after others."""
+    torch.manual_seed(0)
+    model = LanguageModel(replace(MODEL, rule=RULES.get(rule, rule))).cuda()
+    objective, ranks = NextToken(model), Ranks(torch.device("cuda"))
+    plain, recorded = (kind(config(), ranks, objective) for kind in (Gradients, RecordedGradients))
+    for seed, length in enumerate((96, 96, 100, 96, 100)):
+        work, found = rows(seed, length=length), []
+        for gradients in (plain, recorded):
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss, _ = gradients.add(work)
+            found.append([loss.clone(), *(p.grad.clone() for p in model.parameters())])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@on_a_gpu
+def test_a_recorded_run_learns_as_the_other_does(tmp_path):
+    from atlas_lm.train.run_folder import METRICS
+
+    losses = []
+    for graph in (False, True):
+        folder = tmp_path / str(graph)
+        train(config(graph=graph, steps=40, batch=8), folder, device="cuda")
+        text = (folder / METRICS).read_text()
+        losses.append([float(part.split(",")[0]) for part in text.split('"loss": ')[1:]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
