@@ -112,6 +112,12 @@ def test_invented_words_are_many_and_never_those_of_the_test():
     assert "raft" in {replace(words, invented=1.0).strange_word(draw) for _ in range(2000)}
 
 
+def test_too_few_words_for_things_that_were_not_told():
+    words = replace(TRAIN, strange=("one", "two"), share=1.0)
+    with pytest.raises(ValueError, match="no other was found in 1,000 tries"):
+        story("train", 0, 0, codes=3, movers=0, moves=1, unknown=16, words=words)
+
+
 def test_loose_sentences_keep_their_subject_and_value():
     words = replace(TRAIN, strange=("clouds", "promised"), loose=0.5)
     made = story("train", 0, 0, codes=8, movers=4, moves=1, unknown=0, words=words)

@@ -39,6 +39,8 @@ __all__ = [
 
 NOT_TOLD = "not told"
 CODES = 10_000
+TRIES = 1000
+"""To find a thing that was not named."""
 TASK = Task(
     templates={"plain": "\nQuestion: {question} "},
     stop=(".",),
@@ -232,12 +234,23 @@ def _never_told(
     told, found = set(things), [("place", name) for name in people]
     for i in range(count - len(people)):
         thing = _near_miss(told, things, draw) if i % 2 == 0 else None
-        while thing is None or thing in told:
-            adjective = _some(words.adjectives, 1, words, draw)[0]
-            thing = adjective, _some(words.nouns, 1, words, draw)[0]
+        thing = thing or _other_thing(told, words, draw)
         told.add(thing)
         found.append(("code", " ".join(thing)))
     return [found[i] for i in draw.permutation(count).tolist()]
+
+
+def _other_thing(
+    told: set[tuple[str, str]], words: Words, draw: np.random.Generator
+) -> tuple[str, str]:
+    for _ in range(TRIES):
+        adjective, noun = (_some(w, 1, words, draw)[0] for w in (words.adjectives, words.nouns))
+        if (adjective, noun) not in told:
+            return adjective, noun
+    raise ValueError(
+        f"story: {len(told):,} things are named, and no other was found in {TRIES:,} tries; "
+        f"expected more words than the {len(words.strange):,} strange ones"
+    )
 
 
 def _near_miss(

@@ -91,6 +91,13 @@ class GateMaps(nn.Module):
             threshold=None if threshold is None else softplus(threshold[..., 0]) + 1e-3,
         )
 
+    def opening(self, gates: Gates, coefficients: Tensor | None) -> Tensor:
+        """How far each head `[b t h]` is open to be written, from exactly 0 to 1."""
+        share = gates.rate / self.highest_rate(coefficients)
+        if gates.momentum is not None and self.rule.optimizer == "momentum":
+            share = share / (1 - gates.momentum)
+        return share
+
     def highest_rate(self, coefficients: Tensor | None) -> Tensor | float:
         """The step that a token repeated through a whole chunk survives, given unit keys.
 

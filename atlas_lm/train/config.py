@@ -254,6 +254,10 @@ class TrainConfig:
     clip: float = 1.0
     """Longest gradient, over all parameters; 0: any."""
 
+    price: float = 0.0
+    """Price of writing, in nats a target for memories that are wide open to every token: with one,
+    they close wherever nothing is worth it, and what they hold lasts."""
+
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: products in bfloat16 by autocast, parameters and their updates in float32."""
     compile: bool = False
@@ -307,6 +311,12 @@ class TrainConfig:
             _expect_at_least("segment", self.segment, 1)
         if not self.clip >= 0:
             raise ValueError(f"clip: {self.clip}; expected a length of gradients, or 0 for any")
+        if not self.price >= 0:
+            raise ValueError(f"price: {self.price}; expected nats a target, 0 or more")
+        if self.price and self.compile:
+            raise ValueError(
+                "price: a compiled block does not tell how far it is open; leave one out"
+            )
         if self.batch % self.accumulate:
             raise ValueError(
                 f"accumulate: {self.accumulate} parts of a batch of {self.batch} rows; expected a "

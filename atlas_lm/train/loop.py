@@ -159,7 +159,7 @@ class Run:
         torch.manual_seed(config.seed)
         self.model = LanguageModel(config.model).to(ranks.device)
         self.model.checkpointing = config.checkpointing
-        objective = NextToken(self.model, dense=config.of_text)
+        objective = NextToken(self.model, config.of_text, config.price)
         for block in self.model.blocks if config.compile else ():
             block.compile()  # in place; the loss makes its own gradients, which no compiler traces
         self.objective = shard(objective, ranks, config.parallel)

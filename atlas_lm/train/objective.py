@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from atlas_lm.models.lm import NO_TARGET, LanguageModel, ModelState
+from atlas_lm.nn.gates import GateMaps
 from atlas_lm.nn.linear_cross_entropy import linear_cross_entropy
+from atlas_lm.ops.state import Gates
 from atlas_lm.shapes import TokenFlag, TokenIds
 
 
@@ -14,12 +16,23 @@ class NextToken(nn.Module):
     """The loss as a module, which is what DDP and FSDP wrap.
 
     dense    every token has a target, so that nobody looks, for which a GPU would have to be waited
+    price    nats a target, while it learns, for memories that are wide open to every token: their
+             gates then close wherever nothing is worth writing
     """
 
-    def __init__(self, model: LanguageModel, dense: bool = False):
+    def __init__(self, model: LanguageModel, dense: bool = False, price: float = 0.0):
         super().__init__()
         self.model = model
-        self.dense = dense
+        self.dense, self.price = dense, price
+        self._openings: list[Tensor] = []
+        """Of every layer of the pass that is under way."""
+        for part in model.modules() if price else ():
+            if isinstance(part, GateMaps):
+                part.register_forward_hook(self._note)
+
+    def _note(self, maps: GateMaps, inputs: tuple, gates: Gates) -> None:
+        if torch.is_grad_enabled():
+            self._openings.append(maps.opening(gates, inputs[1]).mean())
 
     def forward(
         self,
@@ -36,6 +49,7 @@ class NextToken(nn.Module):
         places    `[n]`, where the targets are known to stand among all tokens of the batch: then
                   targets are `[n]` too, and nobody looks for them
         """
+        self._openings.clear()
         x, state = self.model.encode(tokens, state, reset=reset)
         if places is not None:
             x, wanted = x.flatten(0, 1).index_select(0, places), targets
@@ -45,7 +59,9 @@ class NextToken(nn.Module):
             asked = targets != NO_TARGET
             x, wanted = x[asked], targets[asked]
         nats = linear_cross_entropy(x, self.model.head_weight, wanted)
-        count = wanted.new_full((), len(wanted))
+        count = (wanted >= 0).sum()
+        if self._openings:
+            nats = nats + self.price * count * torch.stack(self._openings).mean()
         if not judge:
             return nats, count, state
         wrong = torch.zeros_like(targets, dtype=torch.bool)

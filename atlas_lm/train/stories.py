@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,9 +98,7 @@ class Book:
     def row(self, length: int, seed: int, step: int, number: int) -> Row:
         """Exactly so many tokens."""
         draw = generator_of("story row", self.part, length, seed, step, number)
-        low, high = self.data.facts
-        facts = int(low * (high / low) ** draw.random() + draw.random())
-        size = Size(min(facts, high), self.data.between, self.data.at_end)
+        size = self._size(length, draw)
         while True:
             placed, depths, at_end = self._said(size, seed, step * ROWS + number, draw)
             room = length + 1 - sum(len(said.tokens) for said in (*placed, *at_end))
@@ -112,6 +111,25 @@ class Book:
                 )
             size = size.half
         return self._filled(placed, depths, at_end, length, draw)
+
+    @cached_property
+    def _typical(self) -> tuple[float, float]:
+        """Tokens of a fact and of a question with its answer, about."""
+        some = story(self.part, 0, 0, codes=8, movers=8, moves=1, unknown=0, words=self.words)
+        facts = [len(self._fact(fact).tokens) for fact in some.facts]
+        asked = [len(self._question(asked).tokens) for asked in some.asked]
+        return sum(facts) / len(facts), sum(asked) / len(asked)
+
+    def _size(self, length: int, draw: np.random.Generator) -> Size:
+        """As many facts as are wished and fit, and two questions a fact at most."""
+        (fact, question), (low, high) = self._typical, self.data.facts
+        room = length * (1 - BACKGROUND)
+        most = max(min(high, int(room / (fact + question))), low)
+        facts = min(int(low * (most / low) ** draw.random() + draw.random()), most)
+        between, wished = self.data.between, self.data.between + self.data.at_end
+        asked = max(min(wished, 2 * facts, int((room - facts * fact) / question)), 1)
+        between = min(round(asked * between / wished), asked - 1)
+        return Size(facts, between, asked - between)
 
     def _said(
         self, size: Size, seed: int, number: int, draw: np.random.Generator

@@ -1,0 +1,107 @@
+"""The figures of the demo: books that are made, read side by side, and counted."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from atlas_lm.demo.facts import TASK
+from atlas_lm.models import LanguageModel, ModelConfig, save_model
+from atlas_lm.text import ByteTokenizer, save_tokenizer
+from benchmarks import demo
+
+ANY = ("nothing", "happens", "rains", "sings", "waits", "falls", "shines", "grows")
+LINES = [f"Line {i} of a book in which nobody {ANY[i % 8]} at all.\n" for i in range(2000)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    made = LanguageModel(ModelConfig(dim=16, depth=2, heads=2, rule=("swa", "delta_net"), window=8))
+    save_model(made, folder)
+    save_tokenizer(ByteTokenizer(), folder)
+    TASK.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shelf")
+    (folder / "a.txt").write_text("".join(LINES))
+    return folder
+
+
+def maker(model, shelf, **changes) -> demo.Maker:
+    given = {"characters": 30_000, "facts": 8, "seed": 0, "visitor": False}
+    pieces = demo.pieces_of(demo.shelf_texts(shelf))
+    return demo.Maker(pieces=pieces, model=str(model), **given | changes)
+
+
+def test_a_shelf_goes_round(shelf):
+    pieces = demo.pieces_of(demo.shelf_texts(shelf))
+    assert "".join(pieces) == "".join(LINES)
+    assert len(pieces) > 3
+    found = "".join(demo.Shelf("", pieces, len(pieces) - 1, 2 * len("".join(LINES))).pieces())
+    assert found.startswith(pieces[-1] + pieces[0])
+    assert 2 * len("".join(LINES)) <= len(found) < 2 * len("".join(LINES)) + 2 * demo.PIECE
+
+
+def test_books_hold_their_facts_where_they_say(model, shelf):
+    books = [maker(model, shelf)(number) for number in range(3)]
+    for book in books:
+        text = bytes(book.tokens.tolist()).decode()
+        for fact, since in zip(book.story.facts, book.since, strict=True):
+            assert text[: len(text) - since].endswith(fact.text)
+    assert len({book.story for book in books}) == 3
+    words = maker(model, shelf, visitor=True)(0).story.facts
+    strange = [{*fact.subject.lower().split()} <= {"book", *ANY} for fact in words]
+    assert sum(strange) > len(strange) / 2  # a word that is taken is not taken twice
+
+
+def test_books_are_read_side_by_side_as_each_alone(model, shelf):
+    reader, _ = demo.open_model(model, "cpu")
+    books = [maker(model, shelf, characters=n)(0) for n in (1, 30_000)]
+    together = demo.read(reader, books)
+    for row, book in enumerate(books):
+        alone = demo.read(reader, [book])
+        for name, tensor in alone.tensors().items():
+            torch.testing.assert_close(together[row : row + 1].tensors()[name], tensor)
+
+
+def test_figures():
+    said = [
+        demo.Said("code", "1234", "1234", 950),
+        demo.Said("code", "1234", "4321", 20_000),
+        demo.Said("place", "not told", "cellar", 1_000),
+        demo.Said("unknown", "not told", "not told", None),
+        demo.Said("unknown", "cellar", "not told", None),
+    ]
+    found = {name: (s["right"], s["count"]) for name, s in demo.figures(said).items()}
+    assert found == {
+        "code": (1, 2),
+        "place": (0, 1),
+        "unknown": (1, 2),
+        "invented": (1, 2),
+        "told, but denied": (1, 3),
+        "told 100 to 999 tokens ago": (1, 1),
+        "told 1,000 to 9,999 tokens ago": (0, 1),
+        "told 10,000 to 99,999 tokens ago": (0, 1),
+    }
+
+
+def test_the_command(model, shelf, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "more" / "figures.json"
+    given = ["demo", str(model), "--shelf", str(shelf), "--tokens", "20000", "40000"]
+    given += ["--books", "2", "1", "--facts", "4", "--rows", "2", "--workers", "1"]
+    monkeypatch.setattr(sys, "argv", [*given, "--out", str(out)])
+    demo.main()
+    found = json.loads(out.read_text())["results"]
+    assert [each["books"] for each in found] == [2, 1]
+    assert 20_000 <= found[0]["tokens"] < 40_000 <= found[1]["tokens"]
+    assert found[0]["shares"]["code"]["count"] == 4
+    assert "2 books, 4 facts" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*given, "--books", "1", "2", "3"])
+    with pytest.raises(SystemExit):
+        demo.main()

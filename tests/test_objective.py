@@ -1,0 +1,75 @@
+"""The loss, and the price of writing."""
+
+import pytest
+import torch
+
+from atlas_lm import RULES, LanguageModel, ModelConfig
+from atlas_lm.data.recall import associative_recall
+from atlas_lm.nn.gates import GateMaps
+from atlas_lm.train.config import RecallData, TrainConfig
+from atlas_lm.train.loop import train
+from atlas_lm.train.objective import NextToken
+
+
+def made(rule="delta_net") -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(
+        ModelConfig(vocab=32, dim=16, depth=2, heads=2, window=16, d_k=4, rule=rule)
+    )
+
+
+def rows():
+    return associative_recall(2, 4, 32, torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("rule", [*RULES, "swa"])
+def test_open_gates_cost_their_price(rule):
+    """Half open to begin with, whatever the rule makes of it; nothing where nothing is learned."""
+    model = made(rule)
+    free, dear = NextToken(model), NextToken(model, price=2.0)
+    nats, count, _ = free(*rows())
+    paid, *_ = dear(*rows())
+    opening = 0.0 if rule == "swa" else 0.5
+    assert (paid - nats).item() == pytest.approx(2.0 * float(count) * opening, rel=0.1)
+    with torch.no_grad():
+        assert torch.equal(dear(*rows())[0], free(*rows())[0])
+
+
+def closed_part(model: LanguageModel) -> float:
+    """Of all gates of these rows, how many are closed exactly."""
+    found = []
+    for part in model.modules():
+        if isinstance(part, GateMaps):
+            part.register_forward_hook(lambda _m, _i, gates: found.append(gates.rate))
+    model(rows()[0])
+    return float((torch.stack(found) == 0).float().mean())
+
+
+def test_the_price_closes_gates_and_nothing_else_does():
+    closed = []
+    for price in (0.0, 3.0):
+        model = made()
+        objective = NextToken(model, price=price)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(60):
+            nats, count, _ = objective(*rows())
+            optimizer.zero_grad()
+            (nats / count).backward()
+            optimizer.step()
+        closed.append(closed_part(model))
+    assert closed[0] < 0.1
+    assert closed[1] > 0.5
+
+
+def test_a_price_that_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="price: -1; expected nats a target, 0 or more"):
+        TrainConfig(price=-1)
+    with pytest.raises(ValueError, match="price: a compiled block does not tell"):
+        TrainConfig(price=1.0, compile=True)
+    config = TrainConfig(
+        model=made().config, data=RecallData(), length=12, batch=2, steps=2, price=9.0
+    )
+    train(config, tmp_path / "run", device="cpu")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    losses = [float(part.split(",")[0]) for part in text.split('"loss": ')[1:]]
+    assert losses[0] > 7 > losses[-1]  # the evaluation pays nothing
