@@ -146,6 +146,7 @@ def test_read_tells_what_it_read_and_how_large_the_memory_is(here, capsys):
 def test_inspect_shows_what_a_memory_holds(here, capsys):
     said(capsys, read_command(here, "new"))
     out = said(capsys, "inspect new --model model")
+    assert out.splitlines()[0].endswith("tokens read, by model")
     assert str(here / "book.txt") in out
     assert "sha256 " + check_text(here / "book.txt").sha256[:12] in out
     shown = json.loads(said(capsys, "inspect new --json"))

@@ -48,7 +48,8 @@ def inspect_memory(path: Path, model: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_plain(state, about, tokens, layers), indent=2))
         return
-    print(f"{path}: {tokens:,} tokens read")
+    whose = "" if model is None else f", by {model}"
+    print(f"{path}: {tokens:,} tokens read{whose}")
     for line in _about_lines(state, about):
         print(f"  {line}")
     for line in _layer_lines(layers):

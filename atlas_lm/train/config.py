@@ -256,7 +256,7 @@ class TrainConfig:
 
     price: float = 0.0
     """Price of writing, in nats a target for memories that are wide open to every token: with one,
-    they close wherever nothing is worth it, and what they hold lasts."""
+    they close wherever nothing is worth it. (With momentum, what is under way is still written.)"""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: products in bfloat16 by autocast, parameters and their updates in float32."""
