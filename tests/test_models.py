@@ -62,6 +62,13 @@ def test_a_model_keeps_the_contract(name, block):
     check_stream(model_of(SMALL[name], block=block), tokens())
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_alone_keeps_the_contract(block):
+    """On embeddings, of which those that are no tokens may be anything."""
+    made = model_of(SMALL["titans"], block=block).blocks[0]
+    check_stream(made, torch.randn(2, 21, 12))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in DEFAULT])

@@ -25,7 +25,7 @@ from atlas_lm.nn.fla import PREFIX, FlaMixer
 from atlas_lm.nn.memory import LayerState, MemoryLayer
 from atlas_lm.nn.mlp import SwiGLU
 from atlas_lm.nn.norm import RMSNorm, unit
-from atlas_lm.nn.stream import checked
+from atlas_lm.nn.stream import checked, tokens_only
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
 from atlas_lm.ops.recall import recall
@@ -73,6 +73,7 @@ class Block(nn.Module):
         mask: TokenFlag | None = None,
         reset: TokenFlag | None = None,
     ) -> tuple[Embeddings, Any]:
+        x = tokens_only(x, mask)
         y, state = self.mixer(self.norm(x), state, mask, reset)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
@@ -98,7 +99,7 @@ class MemoryAsGate(Block):
         return HybridState(memory=self.mixer.begin(batch), attention=self.attention.begin(batch))
 
     def forward(self, x, state: HybridState | None = None, mask=None, reset=None):
-        state = checked(self, state, x)
+        state, x = checked(self, state, x), tokens_only(x, mask)
         z = self.norm(x)
         attended, attention = self.attention(z, state.attention, mask, reset)
         recalled, memory = self.mixer(z, state.memory, mask, reset)
@@ -156,7 +157,7 @@ class MemoryAsContext(Block):
         return ContextState(memory=memory, attention=attention, origin=memory.memory.recollection())
 
     def forward(self, x, state: ContextState | None = None, mask=None, reset=None):
-        state = checked(self, state, x)
+        state, x = checked(self, state, x), tokens_only(x, mask)
         if x.shape[1] == 1 and mask is None and reset is None:
             y, state = self._one_token(self.norm(x), state)
         else:

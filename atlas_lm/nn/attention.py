@@ -17,7 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from atlas_lm.nn.initialise import initialise
 from atlas_lm.nn.packing import Packing, last_tokens
-from atlas_lm.nn.stream import checked, expect_count
+from atlas_lm.nn.stream import checked, expect_count, tokens_only
 from atlas_lm.ops.carried import Carried
 from atlas_lm.shapes import Embeddings, TokenFlag
 
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         state = checked(self, state, x)
         packing = Packing.of(mask, reset)
         if packing is not None:
-            x = packing.pack(x if mask is None else torch.where(mask[..., None], x, 0))
+            x = packing.pack(tokens_only(x, mask))
         q, k, v = self._heads(self.project(x)).unbind(2)
         cached = state.keys.to(k.dtype), state.values.to(v.dtype)
         keys, values = (torch.cat(pair, 1) for pair in zip(cached, (k, v), strict=True))

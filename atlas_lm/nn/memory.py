@@ -21,7 +21,7 @@ from atlas_lm.nn.gates import GateMaps
 from atlas_lm.nn.initialise import initialise
 from atlas_lm.nn.norm import RMSNorm
 from atlas_lm.nn.packing import Packing
-from atlas_lm.nn.stream import checked, expect_count
+from atlas_lm.nn.stream import checked, expect_count, tokens_only
 from atlas_lm.ops import Gates, MemoryState, init_memory, memorize
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.memorize import Impl
@@ -159,8 +159,7 @@ class MemoryLayer(nn.Module):
     ) -> tuple[Embeddings, LayerState]:
         """x `[b t dim]`; mask False: no such token; reset True: a document begins here."""
         state = checked(self, state, x)
-        if mask is not None:
-            x = torch.where(mask[..., None], x, 0)
+        x = tokens_only(x, mask)
         q, k, v, gates, tail = self.write_inputs(x, state.tail, Packing.of(mask, reset))
         y, memory = operation()(
             q,

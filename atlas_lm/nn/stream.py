@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from atlas_lm.shapes import TokenFlag
 
 
 def checked(layer, state, x: Tensor):
@@ -17,6 +20,11 @@ def checked(layer, state, x: Tensor):
     if state.batch != x.shape[0]:
         raise ValueError(f"state: holds {state.batch} rows, x has a batch of {x.shape[0]}")
     return state
+
+
+def tokens_only(x: Tensor, mask: TokenFlag | None) -> Tensor:
+    """Embeddings `[b t d]`, zero where there is no token, whatever was there."""
+    return x if mask is None else torch.where(mask[..., None], x, 0)
 
 
 def expect_count(name: str, value: object) -> None:
