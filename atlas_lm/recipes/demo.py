@@ -35,6 +35,7 @@ def demo() -> TrainConfig:
             between=8,
             at_end=24,
             strange=0.9,
+            loose=0.2,
             lengths=(256, 512, 1024, 2048, 4096, 8192, 16_384),
             growing=0.6,
         ),
