@@ -146,11 +146,6 @@ class QuestionData:
             _expect_at_least("data.lengths and data.longer", length, 1)
 
 
-PARTS_OF_STORIES = (
-    "people", "unknown", "again", "growing", "strange", "invented", "loose", "text"
-)  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoryData:
     """Texts in which facts of `atlas_lm.demo.facts` are hidden, with questions in between and at
@@ -202,7 +197,8 @@ class StoryData:
             raise ValueError(
                 f"data.facts: {self.facts}; expected the fewest and the most, 1 or more"
             )
-        for name in PARTS_OF_STORIES:
+        parts = "people unknown again growing strange invented loose text"
+        for name in parts.split():
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
         for name, least in (("moves", 1), ("between", 0), ("at_end", 1), ("workers", 0)):
