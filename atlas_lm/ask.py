@@ -97,6 +97,13 @@ class Task:
         template = self._template(template)
         return template[len(template.rstrip(" ")) :] + answer + self.stop[0]
 
+    def answer_in(self, written: str) -> tuple[str, bool]:
+        """The answer in what was written after a prompt, without spaces around it, and whether a
+        stop has ended it; spaces in front do not count as one."""
+        text = written.lstrip(" ")
+        stops = [text.index(stop) for stop in self.stop if stop in text]
+        return text[: min(stops, default=len(text))].strip(), bool(stops)
+
     def _template(self, name: str | None) -> str:
         if name is None:
             return next(iter(self.templates.values()))
@@ -232,7 +239,7 @@ def _log_probabilities(
 def _free(
     model: LanguageModel, tokenizer: Tokenizer, task: Task, prompt: str, state: ModelState | None
 ) -> tuple[str, float]:
-    """The likeliest token each time, until a stop; spaces in front are no part of the answer."""
+    """The likeliest token each time, until a stop."""
     check_vocab(model, tokenizer)
     drawn = generate(
         model,
@@ -244,13 +251,12 @@ def _free(
     )
     decoder, text = StreamingDecoder(tokenizer), ""
     for token in drawn:
-        text = (text + decoder.push(token)).lstrip(" ")
-        if any(stop in text for stop in task.stop):
+        text += decoder.push(token)
+        if task.answer_in(text)[1]:
             break
     else:
         text += decoder.finish()
-    cut = min((text.index(stop) for stop in task.stop if stop in text), default=len(text))
-    return text[:cut].strip(), math.exp(drawn.logprob)
+    return task.answer_in(text)[0], math.exp(drawn.logprob)
 
 
 # Checks

@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atlas_lm.cuda_graph import recording, warm_up
 from atlas_lm.models.lm import LanguageModel, ModelState
 from atlas_lm.nn.attention import Attention
 from atlas_lm.nn.memory import MemoryLayer
 from atlas_lm.ops.validation import looks_at_values
-
-WARM_UP = 3
-"""Steps before the one that is recorded: what is made on first use must be there by then."""
 
 
 def why_not_fixed(model: LanguageModel) -> str | None:
@@ -156,14 +154,8 @@ class GraphedStep(FixedStep):
         self.load(state)
 
     def _recorded(self) -> Tensor:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                self._advance()
-        torch.cuda.current_stream().wait_stream(side)
-        # other threads may go on using the GPU while this one records
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        warm_up(self._advance)
+        with recording(self._graph):
             return self._advance()
 
     def _run(self) -> Tensor:

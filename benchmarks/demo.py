@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,23 +27,22 @@ import torch
 
 from atlas_lm.ask import Task
 from atlas_lm.cli.model import open_model
-from atlas_lm.demo.asking import answers
-from atlas_lm.demo.book import Texts, hide, python_texts, shelf_texts, token_bounds
-from atlas_lm.demo.facts import NOT_TOLD, Story, story
+from atlas_lm.demo.book import Texts, hide, python_texts, shelf_texts, tokens_and_bounds
+from atlas_lm.demo.facts import NOT_TOLD, Story, demo_story
 from atlas_lm.demo.forms import form_words
-from atlas_lm.demo.words import WORDS, Words
+from atlas_lm.demo.show import Reader
+from atlas_lm.demo.words import WORDS, Words, words_in
 from atlas_lm.eval.results import environment
 from atlas_lm.eval.score import Share
 from atlas_lm.models import LanguageModel, ModelState
 from atlas_lm.tasks.samples import generator_of
-from atlas_lm.text import FileTokenizer, Tokenizer, load_tokenizer, token_segments
+from atlas_lm.text import FileTokenizer, Tokenizer
 
 SEGMENT = 4096
 PIECE = 20_000
 """Characters: a book may begin at any of these."""
 LETTERS = 3.6
 """Of a token, about: books are as long as they are, and it is said how long."""
-MOVES = 2
 
 
 @dataclass(frozen=True)
@@ -92,42 +91,44 @@ class Maker:
     """Makes book after book, in any process."""
 
     pieces: tuple[str, ...]
-    model: str
+    tokenizer: Tokenizer
     characters: int
     facts: int
     seed: int
     visitor: bool
 
     def __call__(self, number: int) -> Made:
-        told = self._story(number)
+        told = demo_story(self.facts, self.seed, number, self._visitors)
         first = int(generator_of("demo figures", self.seed, number).integers(len(self.pieces)))
-        shelf: Any = Shelf("shelf", self.pieces, first, self.characters)
-        tokenizer = load_tokenizer(self.model)
+        shelf = Shelf("shelf", self.pieces, first, self.characters)
         with tempfile.TemporaryDirectory() as folder:
             book = hide(shelf, told.facts, self.seed + number, Path(folder) / "book.txt")
-            bounds = token_bounds(book, tokenizer)
-            parts = [part.tokens for part in token_segments(book.file, tokenizer, SEGMENT)]
+            tokens, bounds = tokens_and_bounds(book, self.tokenizer)
         since = [int(bounds[-1] - bounds[sentence + 1]) for sentence in book.told.tolist()]
-        return Made(tokens=np.concatenate(parts).astype(np.int32), story=told, since=since)
+        return Made(tokens=tokens.astype(np.int32), story=told, since=since)
 
-    def _story(self, number: int) -> Story:
-        movers = self.facts // (2 * MOVES)
-        return story(
-            "test",
-            self.seed,
-            number,
-            codes=self.facts - movers * MOVES,
-            movers=movers,
-            moves=MOVES,
-            unknown=self.facts // 2,
-            words=self._visitors() if self.visitor else None,
-        )
-
-    def _visitors(self) -> Words:
-        """Any words that stand in the books and in no list."""
+    @cached_property
+    def _visitors(self) -> Words | None:
+        """Any words that stand in the books and in no list, if those are wanted."""
+        if not self.visitor:
+            return None
         known = WORDS["train"].all | WORDS["test"].all | form_words()
-        found = set(re.findall(r"(?<= )[a-z]{4,10}(?= )", "".join(self.pieces[:50])))
+        found = words_in("".join(self.pieces[:50]), shortest=4)
         return replace(WORDS["test"], strange=tuple(sorted(found - known)), share=1.0)
+
+
+_maker: Maker | None = None
+"""Of a process that makes books: it is given once, with all the text, and not with every book."""
+
+
+def _become(maker: Maker) -> None:
+    global _maker
+    _maker = maker
+
+
+def _make(number: int) -> Made:
+    assert _maker is not None
+    return _maker(number)
 
 
 # Reading and asking
@@ -157,13 +158,11 @@ class Said:
     since: int | None
 
 
-def asked(
-    model: LanguageModel, tokenizer: Tokenizer, task: Task, books: Sequence[Made]
-) -> list[Said]:
-    state, found = read(model, books), []
+def asked(reader: Reader, books: Sequence[Made]) -> list[Said]:
+    state, found = read(reader.model, books), []
     for row, book in enumerate(books):
         questions = [each.question for each in book.story.asked]
-        told = answers(model, tokenizer, task, questions, state[row : row + 1])
+        told = reader.answers(questions, state[row : row + 1])
         for each, answer in zip(book.story.asked, told, strict=True):
             since = None if each.fact is None else book.since[each.fact]
             found.append(Said(each.kind, answer, each.answer, since))
@@ -171,7 +170,7 @@ def asked(
 
 
 def figures(said: Sequence[Said]) -> dict[str, Any]:
-    """Shares by kind, how often something was invented, and codes by distance."""
+    """Shares by kind, how often something was invented, and what was told by its distance."""
     by_kind, by_distance = defaultdict(list), defaultdict(list)
     for each in said:
         by_kind[each.kind].append(each.answer == each.truth)
@@ -191,26 +190,31 @@ def figures(said: Sequence[Said]) -> dict[str, Any]:
     return {name: share.to_dict() for name, share in shares.items()}
 
 
-def measured(options: argparse.Namespace, length: int, books: int) -> dict[str, Any]:
-    model, tokenizer = open_model(Path(options.model), options.device)
-    task, began = Task.load(options.model), monotonic()
-    texts = python_texts() if options.shelf is None else shelf_texts(options.shelf)
+def measured(
+    options: argparse.Namespace,
+    reader: Reader,
+    pieces: tuple[str, ...],
+    length: int,
+    books: int,
+) -> dict[str, Any]:
+    began = monotonic()
+    letters = LETTERS if isinstance(reader.tokenizer, FileTokenizer) else 1
     maker = Maker(
-        pieces=pieces_of(texts),
-        model=options.model,
-        characters=int(length * (LETTERS if isinstance(tokenizer, FileTokenizer) else 1)),
+        pieces=pieces,
+        tokenizer=reader.tokenizer,
+        characters=int(length * letters),
         facts=options.facts,
         seed=options.seed,
         visitor=options.visitor,
     )
     said: list[Said] = []
     tokens = 0
-    with ProcessPoolExecutor(options.workers) as pool:
-        ahead = pool.map(maker, range(books))
+    with ProcessPoolExecutor(options.workers, initializer=_become, initargs=(maker,)) as pool:
+        ahead = pool.map(_make, range(books))
         for first in range(0, books, options.rows):
             batch = [next(ahead) for _ in range(min(options.rows, books - first))]
             tokens += sum(len(book.tokens) for book in batch)
-            said += asked(model, tokenizer, task, batch)
+            said += asked(reader, batch)
             done, seconds = first + len(batch), monotonic() - began
             print(f"  {done} of {books} books, {seconds:.0f} s", flush=True)
     found = {"books": books, "facts": options.facts, "tokens": tokens // books}
@@ -235,11 +239,13 @@ def main() -> None:
     options = parser.parse_args()
     if len(options.books) not in (1, len(options.tokens)):
         parser.error("--books: expected one number, or one for every length")
-    report: dict[str, Any] = {"model": Path(options.model).name, "environment": environment()}
-    report["results"] = []
+    folder = Path(options.model)
+    reader = Reader(folder.name, *open_model(folder, options.device), Task.load(folder))
+    pieces = pieces_of(python_texts() if options.shelf is None else shelf_texts(options.shelf))
+    report: dict[str, Any] = {"model": reader.name, "environment": environment(), "results": []}
     many = options.books * len(options.tokens) if len(options.books) == 1 else options.books
     for length, books in zip(options.tokens, many, strict=True):
-        found = measured(options, length, books)
+        found = measured(options, reader, pieces, length, books)
         report["results"].append(found)
         print(f"{found['tokens']:,} tokens, {books} books, {options.facts} facts")
         for name, share in found["shares"].items():

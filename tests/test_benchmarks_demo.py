@@ -8,7 +8,7 @@ import torch
 
 from atlas_lm.demo.facts import TASK
 from atlas_lm.models import LanguageModel, ModelConfig, save_model
-from atlas_lm.text import ByteTokenizer, save_tokenizer
+from atlas_lm.text import ByteTokenizer, load_tokenizer, save_tokenizer
 from benchmarks import demo
 
 ANY = ("nothing", "happens", "rains", "sings", "waits", "falls", "shines", "grows")
@@ -36,7 +36,7 @@ def shelf(tmp_path_factory):
 def maker(model, shelf, **changes) -> demo.Maker:
     given = {"characters": 30_000, "facts": 8, "seed": 0, "visitor": False}
     pieces = demo.pieces_of(demo.shelf_texts(shelf))
-    return demo.Maker(pieces=pieces, model=str(model), **given | changes)
+    return demo.Maker(pieces=pieces, tokenizer=load_tokenizer(model), **given | changes)
 
 
 def test_a_shelf_goes_round(shelf):

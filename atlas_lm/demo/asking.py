@@ -36,7 +36,7 @@ def answers(
     for first in range(0, len(questions), ROWS):
         prompts = [tokenizer.encode(task.prompt(q)) for q in questions[first : first + ROWS]]
         drawn = _likeliest(model, tokenizer, task, prompts, state)
-        found += [_told(tokenizer.decode(ids), task)[0] for ids in drawn]
+        found += [task.answer_in(tokenizer.decode(ids))[0] for ids in drawn]
     return found
 
 
@@ -60,7 +60,7 @@ def _likeliest(
                 writing.discard(row)
                 continue
             drawn[row].append(token)
-            if _told(tokenizer.decode(drawn[row]), task)[1]:
+            if task.answer_in(tokenizer.decode(drawn[row]))[1]:
                 writing.discard(row)
         if not writing or left == 1:
             break
@@ -75,13 +75,6 @@ def _on_the_right(rows: list[list[int]], device: torch.device) -> tuple[Tensor, 
     first = torch.tensor([longest - len(row) for row in rows])
     mask = torch.arange(longest) >= first[:, None]
     return ids.to(device), mask.to(device)
-
-
-def _told(text: str, task: Task) -> tuple[str, bool]:
-    """The answer in what was written, and whether it is over."""
-    text = text.lstrip(" ")
-    found = [text.index(stop) for stop in task.stop if stop in text]
-    return text[: min(found, default=len(text))].strip(), bool(found)
 
 
 # A window

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -41,9 +42,20 @@ PIECE = 1_000_000
 # What is read
 
 
+class Pieces(Protocol):
+    """What a book is made of."""
+
+    @property
+    def name(self) -> str: ...
+
+    def pieces(self) -> Iterator[str]:
+        """In order; each ends a line."""
+        ...
+
+
 @dataclass(frozen=True)
 class Texts:
-    """What a book is made of."""
+    """Files, or Python's own texts."""
 
     name: str
     sources: tuple[str, ...]
@@ -52,7 +64,6 @@ class Texts:
     """After so many, no other document begins; None: all are taken."""
 
     def pieces(self) -> Iterator[str]:
-        """In order; each ends a line."""
         options = Options(sources=self.sources, out=os.devnull, longest=PIECE)
         count = 0
         for source in self.sources:
@@ -111,7 +122,7 @@ class Book:
         return int(self.bounds[sentence]) // PAGE + 1
 
 
-def hide(texts: Texts, facts: Sequence[Fact], seed: int, path: str | os.PathLike) -> Book:
+def hide(texts: Pieces, facts: Sequence[Fact], seed: int, path: str | os.PathLike) -> Book:
     """Write the book: the facts in this order, each after a sentence of its own, drawn by chance.
 
     The same texts, facts and seed make the same bytes.
@@ -136,7 +147,7 @@ def hide(texts: Texts, facts: Sequence[Fact], seed: int, path: str | os.PathLike
 
 
 def _write(
-    file, texts: Texts, facts: list[str], chosen: list[int]
+    file, texts: Pieces, facts: list[str], chosen: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sentences and facts one after the other; where they begin, and which ones are facts."""
     bounds, told, gap, done = array("q", [0]), array("q"), 0, 0
@@ -192,6 +203,13 @@ def token_bounds(book: Book, tokenizer: Tokenizer) -> np.ndarray:
     for _ in token_segments(book.file, located, BLOCK):
         pass
     return located.tokens
+
+
+def tokens_and_bounds(book: Book, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """All of its tokens, int64, and `token_bounds`: of a book for which there is room."""
+    located = _Located(book.bounds, tokenizer)
+    parts = [part.tokens for part in token_segments(book.file, located, BLOCK)]
+    return np.concatenate(parts), located.tokens
 
 
 class _Located:

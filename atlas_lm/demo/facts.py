@@ -31,6 +31,7 @@ __all__ = [
     "Story",
     "Words",
     "code_question",
+    "demo_story",
     "parse",
     "place_question",
     "question",
@@ -39,6 +40,8 @@ __all__ = [
 
 NOT_TOLD = "not told"
 CODES = 10_000
+MOVES = 2
+"""Of a person in the demo."""
 TRIES = 1000
 """To find a thing that was not named."""
 TASK = Task(
@@ -119,6 +122,22 @@ def story(
     for kind, subject in _never_told(unknown, things, people[movers:], words, draw):
         asked.append(_asked(part, kind, subject, NOT_TOLD, None, words, draw))
     return Story(tuple(facts), tuple(asked))
+
+
+def demo_story(facts: int, seed: int, number: int = 0, words: Words | None = None) -> Story:
+    """That of the demo: half codes, half people who move twice; half as many questions again about
+    nothing."""
+    movers = facts // (2 * MOVES)
+    return story(
+        "test",
+        seed,
+        number,
+        codes=facts - movers * MOVES,
+        movers=movers,
+        moves=MOVES,
+        unknown=facts // 2,
+        words=words,
+    )
 
 
 def code_question(subject: str) -> str:

@@ -20,8 +20,8 @@ import numpy as np
 
 from atlas_lm.ask import Task
 from atlas_lm.demo.asking import answers, read_end
-from atlas_lm.demo.book import PAGE, Book, Texts, grep, hide, sentence_at, token_bounds
-from atlas_lm.demo.facts import Asked, Story, story
+from atlas_lm.demo.book import PAGE, Book, Pieces, grep, hide, sentence_at, token_bounds
+from atlas_lm.demo.facts import Asked, Story, demo_story
 from atlas_lm.demo.writes import Strong, Writes, half_of_the_cores, process_bytes
 from atlas_lm.eval.score import Share
 from atlas_lm.memory import Memory, load_about
@@ -34,7 +34,7 @@ FORMAT = "atlas-lm demo 1"
 BOOK, MEMORY, STRENGTHS, MARK = "book.txt", "memory.safetensors", "writes.npy", "demo.json"
 SEGMENT = 1024
 """Tokens read at once: as fast as more, and the bar moves."""
-FACTS, FEWEST, MOVES = 32, 4, 2
+FACTS, FEWEST = 32, 4
 EVERY = 10.0
 """Seconds after which a reading is saved again."""
 LINES = 2
@@ -69,7 +69,7 @@ class Setup:
     """What is to be read by whom, and where its files go."""
 
     reader: Reader
-    texts: Texts
+    texts: Pieces
     folder: Path
     window: Reader | None = None
     """A transformer to compare with."""
@@ -83,17 +83,7 @@ class Setup:
             raise ValueError(f"seed: {self.seed}; expected 0 or more")
 
     def story(self) -> Story:
-        """Half codes, half people who move twice; half as many questions again about nothing."""
-        movers = self.facts // (2 * MOVES)
-        return story(
-            "test",
-            self.seed,
-            0,
-            codes=self.facts - movers * MOVES,
-            movers=movers,
-            moves=MOVES,
-            unknown=self.facts // 2,
-        )
+        return demo_story(self.facts, self.seed)
 
 
 # What comes out

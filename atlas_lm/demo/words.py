@@ -71,6 +71,11 @@ class Words:
         return re.sub(r"(?<!{)\b[A-Za-z]+\b(?!})", replaced, form)
 
 
+def words_in(text: str, shortest: int = SHORTEST) -> set[str]:
+    """Words in small letters between two spaces, not too long to stand in a fact."""
+    return set(re.findall(rf"(?<= )[a-z]{{{shortest},{LONGEST}}}(?= )", text))
+
+
 def _list(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 

@@ -18,7 +18,7 @@ from atlas_lm.tasks.table import TEXT_TASKS, Folders, Materials, TextTask
 from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
 from atlas_lm.train.config import QuestionData, TrainConfig
 from atlas_lm.train.ranks import Ranks, agreed
-from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work
+from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work, drawn_at
 
 ANSWER = 40
 """Tokens of a row that are left for the answer; the longest is a UUID by bytes."""
@@ -68,7 +68,7 @@ class QuestionMaterial:
         size = max(config.batch // ranks.ranks * config.length // length, 1)
         for number in range(config.evaluate_batches):
             first = number * config.batch
-            mine = _mine(range(first, first + config.batch), ranks)
+            mine = ranks.mine(range(first, first + config.batch))
             for begin in range(0, len(mine), size):
                 some = mine[begin : begin + size]
                 yield self.rows("eval", task, length, EVALUATION_SEED, some)
@@ -102,13 +102,12 @@ class QuestionSource:
     def next(self) -> Work:
         config, tasks = self.config, self.material.tasks
         lengths = self.material.data.lengths or (config.length,)
-        drawn = np.random.SeedSequence([config.seed, self.step]).generate_state(1)[0]
         first = self.step // len(tasks) * config.batch
-        numbers = _mine(range(first, first + config.batch), self.ranks)
+        numbers = self.ranks.mine(range(first, first + config.batch))
         work = self.material.rows(
             "train",
             tasks[self.step % len(tasks)],
-            lengths[int(drawn) % len(lengths)],
+            lengths[drawn_at(config.seed, self.step) % len(lengths)],
             config.seed,
             numbers,
         )
@@ -124,9 +123,3 @@ class QuestionSource:
 
 def _path(said: str | None) -> Path | None:
     return Path(said) if said else None
-
-
-def _mine(numbers: range, ranks: Ranks) -> range:
-    """This rank's part of them."""
-    share = len(numbers) // ranks.ranks
-    return numbers[ranks.rank * share : (ranks.rank + 1) * share]

@@ -65,6 +65,11 @@ class Ranks:
         """The one that speaks and writes files."""
         return self.rank == 0
 
+    def mine(self, numbers: range) -> range:
+        """This rank's part of them."""
+        share = len(numbers) // self.ranks
+        return numbers[self.rank * share : (self.rank + 1) * share]
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Over all ranks; a new tensor."""
         total = tensor.detach().to(self.device, copy=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from atlas_lm.cuda_graph import recording, warm_up
 from atlas_lm.models.lm import NO_TARGET, ModelState
 from atlas_lm.ops.host import kept_on_device
 from atlas_lm.ops.validation import looks_at_values
@@ -21,8 +22,6 @@ from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.sources import Work
 from atlas_lm.train.step import Gradients, precision
 
-WARM_UP = 2
-"""Times that a step is taken before it is recorded."""
 LEAST_TARGETS = 256
 
 
@@ -74,10 +73,10 @@ class _Recording:
         """What the graph reads besides."""
         self.graph = torch.cuda.CUDAGraph()
         with kept_on_device(self.kept):
-            self._warm_up()
             self._forget()
-            # other threads may go on using the GPU while this one records
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            warm_up(self._step)
+            self._forget()
+            with recording(self.graph, pool):
                 self.loss = self._step()
         self.grads = [p.grad for p in self.parameters]
 
@@ -101,15 +100,6 @@ class _Recording:
         loss = nats / self.share
         loss.backward()
         return loss.detach()
-
-    def _warm_up(self) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                self._forget()
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
 
     def _forget(self) -> None:
         for parameter in self.parameters:

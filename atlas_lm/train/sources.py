@@ -75,6 +75,11 @@ Tests = Mapping[int | str, Iterator[Work]]
 """Rows to evaluate, by their length or by the name of the test."""
 
 
+def drawn_at(seed: int, step: int) -> int:
+    """A number of 32 bits for the choices of a step, the same on every rank."""
+    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
+
+
 class Source(Protocol):
     """Endless batches, of one rank, that go on from any step."""
 
@@ -279,8 +284,7 @@ class RecallSource:
         most = data.shortest + round((longest - data.shortest) * grown)
         if not data.vary:
             return most
-        drawn = np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]
-        return data.shortest + int(drawn) % (most - data.shortest + 1)
+        return data.shortest + drawn_at(self.config.seed, step) % (most - data.shortest + 1)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -299,8 +303,8 @@ def recall_rows(config: TrainConfig, ranks: Ranks, length: int, part: int, numbe
 
 def _share(drawn: Rows, ranks: Ranks) -> Work:
     """This rank's part of the rows of all."""
-    share = len(drawn.tokens) // ranks.ranks
-    return Work(*drawn, None).rows(ranks.rank * share, (ranks.rank + 1) * share)
+    mine = ranks.mine(range(len(drawn.tokens)))
+    return Work(*drawn, None).rows(mine.start, mine.stop)
 
 
 # Tasks

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from atlas_lm.ask import Task, continuation
 from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, question, story
 from atlas_lm.demo.forms import form_words
-from atlas_lm.demo.words import LONGEST, SHORTEST, WORDS, Words
+from atlas_lm.demo.words import WORDS, Words, words_in
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.niah import read_words
@@ -34,7 +33,7 @@ from atlas_lm.tasks.table import Folders, Materials
 from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
 from atlas_lm.train.config import StoryData, TrainConfig
 from atlas_lm.train.ranks import Ranks, agreed
-from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work
+from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work, drawn_at
 
 KINDS = {"codes": "code", "places": "place", "unknown": "unknown"}
 """What is evaluated by itself, as its figure is called, and the kind of its questions."""
@@ -306,7 +305,7 @@ class StoryMaterial:
         """The batches of a test; of long texts in parts, with no more tokens than training has."""
         size = max(config.batch // ranks.ranks * config.length // length, 1)
         for step in range(config.evaluate_batches):
-            mine = _mine(config.batch, ranks)
+            mine = ranks.mine(range(config.batch))
             for begin in range(0, len(mine), size):
                 some = mine[begin : begin + size]
                 yield self.rows("test", length, EVALUATION_SEED, step, some, kind)
@@ -353,15 +352,14 @@ class StorySource:
 
     def work(self, step: int) -> Work:
         config, length = self.config, self.length_of(step)
-        mine = _mine(config.length // length * config.batch, self.ranks)
+        mine = self.ranks.mine(range(config.length // length * config.batch))
         return self.material.rows("train", length, config.seed, step, mine)
 
     def length_of(self, step: int) -> int:
         """One of those that have come in by then."""
         lengths, growing = sorted(self.lengths), self.material.data.growing * self.config.steps
         come = len(lengths) if step >= growing else 1 + int(step / growing * len(lengths))
-        drawn = np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]
-        return lengths[int(drawn) % come]
+        return lengths[drawn_at(self.config.seed, step) % come]
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -394,12 +392,6 @@ class _Steps(Dataset[Work]):
         return self.work(step)
 
 
-def _mine(rows: int, ranks: Ranks) -> range:
-    """This rank's part of the rows of a step."""
-    share = rows // ranks.ranks
-    return range(ranks.rank * share, (ranks.rank + 1) * share)
-
-
 # Words
 
 
@@ -415,10 +407,9 @@ def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) ->
         )
     if data.strange:
         text = tokenizer.decode(haystack.tokens[:STRANGE_TOKENS].tolist())
-        found = sorted(set(re.findall(rf"(?<= )[a-z]{{{SHORTEST},{LONGEST}}}(?= )", text)))
         words = replace(
             words,
-            strange=tuple(found),
+            strange=tuple(sorted(words_in(text))),
             share=data.strange,
             invented=data.invented,
             loose=data.loose,
