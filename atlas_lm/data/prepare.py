@@ -226,10 +226,11 @@ def _is_valid(text: str, options: Options) -> bool:
 def train_tokenizer(
     sources: list[Source], size: int, path: Path, progress: Progress | None = None
 ) -> None:
-    """Byte-level BPE of all documents, with every digit a token of its own."""
+    """Byte-level BPE of all documents, with every digit a token of its own, the first of a number
+    together with its space, as words are."""
     try:
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Library
-        from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise ImportError(
             "--train-tokenizer: needs the package tokenizers; pip install 'atlas-lm[text]'"
@@ -237,7 +238,7 @@ def train_tokenizer(
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        [pre_tokenizers.Split(Regex(r" ?\p{N}"), "isolated"), byte_level]
     )
     library.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(

@@ -38,7 +38,7 @@ def make(books: str | os.PathLike, out: str | os.PathLike, size: int) -> Path:
 
 
 def _forms() -> str:
-    """All sentences and questions to learn with, about nothing."""
+    """All sentences and questions to learn with, about nothing, and every digit."""
     from atlas_lm.demo.facts import TASK
     from atlas_lm.demo.forms import FACTS, QUESTIONS
 
@@ -46,7 +46,9 @@ def _forms() -> str:
     for forms in QUESTIONS["train"].values():
         said += [TASK.prompt(form) + TASK.completion("") for form in forms]
     times = -(-SENTENCES // len(said))
-    return " ".join(form.format(subject="it", value="it") for form in said * times)
+    return " ".join(
+        form.format(subject="it", value=str(i % 10)) for i, form in enumerate(said * times)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
