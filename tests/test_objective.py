@@ -9,6 +9,7 @@ from atlas_lm.nn.gates import GateMaps
 from atlas_lm.train.config import RecallData, TrainConfig
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken
+from atlas_lm.train.optimizers import OptimizerConfig
 
 
 def made(rule="delta_net") -> LanguageModel:
@@ -61,15 +62,25 @@ def test_the_price_closes_gates_and_nothing_else_does():
     assert closed[1] > 0.5
 
 
-def test_a_price_that_cannot_be(tmp_path):
+def test_the_price_rises_from_step_to_step_and_evaluation_pays_nothing(tmp_path):
+    config = TrainConfig(
+        model=made().config,
+        data=RecallData(),
+        optimizer=OptimizerConfig(lr=0.0),
+        length=12,
+        batch=2,
+        steps=4,
+        price=8.0,
+        log_every=1,
+    )
+    train(config, tmp_path / "run", device="cpu")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    *losses, evaluated = [float(part.split(",")[0]) for part in text.split('"loss": ')[1:]]
+    assert losses == pytest.approx([evaluated + 8.0 * 0.5 * i / 4 for i in range(4)], abs=0.3)
+
+
+def test_a_price_that_cannot_be():
     with pytest.raises(ValueError, match="price: -1; expected nats a target, 0 or more"):
         TrainConfig(price=-1)
     with pytest.raises(ValueError, match="price: a compiled block does not tell"):
         TrainConfig(price=1.0, compile=True)
-    config = TrainConfig(
-        model=made().config, data=RecallData(), length=12, batch=2, steps=2, price=9.0
-    )
-    train(config, tmp_path / "run", device="cpu")
-    text = (tmp_path / "run" / "metrics.jsonl").read_text()
-    losses = [float(part.split(",")[0]) for part in text.split('"loss": ')[1:]]
-    assert losses[0] > 7 > losses[-1]  # the evaluation pays nothing

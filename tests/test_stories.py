@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -238,14 +239,19 @@ def pattern(form: str, kind: str) -> str:
     return re.escape(form).replace(r"\{subject\}", subject).replace(r"\{value\}", value)
 
 
+def occurring(forms: Sequence[str], text: str) -> list[str]:
+    """Those whose own words the text has, of some thousand."""
+    return [form for form in forms if all(said in text for said in re.split(r"{\w+}", form))]
+
+
 def events(text: str, part: Part) -> list[tuple[int, str, str, str]]:
     """(place, told or asked, subject, value or answer) in the order of the text."""
     found = {}
     for kind in ("code", "place"):
-        for form in FACTS[part][kind]:
+        for form in occurring(FACTS[part][kind], text):
             for m in re.finditer(" " + pattern(form, kind), text):
                 found[m.start(), m.end()] = (m.start(), "told", m["subject"], m["value"])
-        for form in QUESTIONS[part][kind]:
+        for form in occurring(QUESTIONS[part][kind], text):
             asked = rf"\nQuestion: {pattern(form, kind)} (?P<answer>[^.]*)\."
             for m in re.finditer(asked, text):
                 found[m.start(), m.end()] = (m.start(), "asked", m["subject"], m["answer"])
@@ -495,11 +501,14 @@ def test_lengths_are_at_most_that_of_the_run():
 # The recipe and the tokenizer
 
 
-@pytest.mark.parametrize("rule", ["delta_net", "gated_delta_net", "titans", "atlas", "swa"])
-def test_the_model_of_the_demo_is_small_and_so_is_its_memory(rule):
+@pytest.mark.parametrize(
+    ("rule", "heads"),
+    [("delta_net", 2), ("gated_delta_net", 2), ("titans", 4), ("atlas", 4), ("swa", 2)],
+)
+def test_the_model_of_the_demo_is_small_and_so_is_its_memory(rule, heads):
     made = RECIPES["demo"]().model
     with torch.device("meta"):
-        model = LanguageModel(replace(made, rule=rule, vocab=4096))
+        model = LanguageModel(replace(made, rule=rule, heads=heads, vocab=4096))
         memory = model.begin(1).nbytes
     assert 2e6 <= sum(p.numel() for p in model.parameters()) <= 3e6
     assert memory <= 1e6 or rule == "swa"
@@ -514,7 +523,7 @@ def test_a_tokenizer_with_single_digits(books, tmp_path, capsys):
     tokenizer = FileTokenizer(one)
     assert tokenizer.vocab <= 400
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode(" The code of it is 4071.")]
-    assert pieces[-6:] == [" ", "4", "0", "7", "1", "."]
+    assert pieces[-5:] == [" 4", "0", "7", "1", "."]
     assert " code" in pieces
     row = StoryMaterial(data(books, tokenizer=str(one)), tmp_path / "cache").books["test"]
     made = row.row(600, 0, 0, 0)

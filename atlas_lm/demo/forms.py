@@ -1,6 +1,6 @@
 """Sentences that tell facts, and questions about them.
 
-What is learned with is every opening before every core, some hundred sentences of each kind, so
+What is learned with is every opening before every core, some thousand sentences of each kind, so
 that reading is learned and not a few sentences by heart; what is tested with has none of them.
 The first of training is the plain one, for a visitor's own.
 """
@@ -8,6 +8,7 @@ The first of training is the plain one, for a visitor's own.
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Literal, TypeAlias
 
 Part: TypeAlias = Literal["train", "test"]
@@ -23,6 +24,11 @@ def _sentences(openings: tuple[str, ...], cores: tuple[str, ...]) -> tuple[str, 
     """Every core alone, then after every opening."""
     alone = [core[0].upper() + core[1:] for core in cores]
     return *alone, *(f"{first} {core}" for first in openings for core in cores)
+
+
+def _made(*parts: str) -> tuple[str, ...]:
+    """Every way to take one of each part; what is to choose from is divided by bars."""
+    return tuple(" ".join(taken) for taken in product(*(part.split("|") for part in parts)))
 
 
 TOLD_BEFORE = _lines("""
@@ -77,6 +83,35 @@ CODES = _lines("""
     as to the {subject}, its code is {value}.
     the number scratched into the {subject} is {value}.
     """)
+CODES += _made(
+    "the",
+    "code|number|cipher|combination",
+    "of|for|on|behind",
+    "the {subject}",
+    "was|became|remains|must be",
+    "{value}.",
+)
+CODES += _made(
+    "the {subject}",
+    "got|keeps|hides|shows|received|wants|once had",
+    "the|a|its own",
+    "code|number|cipher",
+    "{value}.",
+)
+CODES += _made(
+    "the {subject}",
+    "works|came|starts|turns|moves|sleeps|begins|ends",
+    "with|by|at|under|after",
+    "{value}.",
+)
+CODES += _made(
+    "we|they|somebody|her brother",
+    "lent|left|sold|offered|handed",
+    "the {subject}",
+    "the|a",
+    "code|number|cipher",
+    "{value}.",
+)
 MOVED_BEFORE = _lines("""
     Then
     After that
@@ -137,6 +172,31 @@ PLACES = _lines("""
     {subject} can be found in the {value}.
     {subject} strolled over to the {value}.
     """)
+PLACES += _made(
+    "{subject}",
+    "went|walked|ran|flew|marched|jumped|limped|raced|swam|headed|crawled|danced|trotted",
+    "to|into|back to|off to|down to|over to|out into|straight to",
+    "the {value}.",
+)
+PLACES += _made(
+    "{subject}",
+    "found|visited|chose|left us for|inhabits|explored|guards|haunts|cleaned|sought|loves|owns|"
+    "occupied|preferred|crossed|searched|saw|knows|admired|gained",
+    "the {value}.",
+)
+PLACES += _made(
+    "{subject}",
+    "was|stood|works|sleeps|rests|hides|remained|got lost|fell asleep|is living",
+    "in|at|inside|near|behind|over in",
+    "the {value}.",
+)
+PLACES += _made(
+    "they|we|somebody|her brother",
+    "took|led|sent|dragged|drove|called|chased|invited",
+    "{subject}",
+    "to|into|back to|out to",
+    "the {value}.",
+)
 TOLD = {"code": (TOLD_BEFORE, CODES), "place": (MOVED_BEFORE, PLACES)}
 """Openings and cores of the sentences that are learned, by kind."""
 FACTS: Forms = {

@@ -162,6 +162,7 @@ class Run:
         objective = NextToken(self.model, config.of_text, config.price)
         for block in self.model.blocks if config.compile else ():
             block.compile()  # in place; the loss makes its own gradients, which no compiler traces
+        self.charge = objective.charge
         self.objective = shard(objective, ranks, config.parallel)
         self.optimizers = Optimizers(config.optimizer, self.model)
         made = RecordedGradients if config.graph else Gradients
@@ -200,6 +201,7 @@ class Run:
         work = self.source.next()
         factor = self.config.schedule.factor(self.progress.step, self.config.steps)
         rate = self.optimizers.set_rate(factor)
+        self.charge(self.progress.step / self.config.steps)
         self.optimizers.zero_grad()
         try:
             loss, after = self.gradients.add(work)

@@ -17,18 +17,25 @@ class NextToken(nn.Module):
 
     dense    every token has a target, so that nobody looks, for which a GPU would have to be waited
     price    nats a target, while it learns, for memories that are wide open to every token: their
-             gates then close wherever nothing is worth writing
+             gates then close wherever nothing is worth writing; `charge` takes a part of it
     """
 
     def __init__(self, model: LanguageModel, dense: bool = False, price: float = 0.0):
         super().__init__()
         self.model = model
         self.dense, self.price = dense, price
+        self._charged = torch.tensor(price, device=model.embedding.weight.device)
+        """Stays where it is, for graphs that read it."""
         self._openings: list[Tensor] = []
         """Of every layer of the pass that is under way."""
         for part in model.modules() if price else ():
             if isinstance(part, GateMaps):
                 part.register_forward_hook(self._note)
+
+    def charge(self, part: float) -> None:
+        """From now on, this part of the price."""
+        if self.price:
+            self._charged.fill_(self.price * part)
 
     def _note(self, maps: GateMaps, inputs: tuple, gates: Gates) -> None:
         if torch.is_grad_enabled():
@@ -61,7 +68,7 @@ class NextToken(nn.Module):
         nats = linear_cross_entropy(x, self.model.head_weight, wanted)
         count = (wanted >= 0).sum()
         if self._openings:
-            nats = nats + self.price * count * torch.stack(self._openings).mean()
+            nats = nats + self._charged * count * torch.stack(self._openings).mean()
         if not judge:
             return nats, count, state
         wrong = torch.zeros_like(targets, dtype=torch.bool)
