@@ -26,15 +26,17 @@ class ShortConv(nn.Module):
         both, n, t = torch.cat([tail, packed], 1), tail.shape[1], x.shape[1]
         y = packed * self.weight[0]
         for back in range(1, n + 1):
-            term = both[:, n - back : n - back + t] * self.weight[back]
-            y = y + (term if packing is None else self._inside(term, back, packing))
+            earlier = both[:, n - back : n - back + t]
+            if packing is not None:
+                earlier = self._inside(earlier, back, packing)
+            y = torch.addcmul(y, earlier, self.weight[back])
         tail = last_tokens(both, n, packing)
         y = y.to(x.dtype)
         return (y if packing is None else packing.unpack(y)), tail
 
     @staticmethod
-    def _inside(term: Tensor, back: int, packing: Packing) -> Tensor:
-        """The term where the token that many steps back is of the same document."""
-        slots = torch.arange(term.shape[1], device=term.device)
+    def _inside(earlier: Tensor, back: int, packing: Packing) -> Tensor:
+        """The token that many steps back where it is of the same document, zero elsewhere."""
+        slots = torch.arange(earlier.shape[1], device=earlier.device)
         inside = (slots - back >= packing.first) | (packing.first < 0)
-        return torch.where(inside[..., None], term, 0)
+        return torch.where(inside[..., None], earlier, 0)
