@@ -17,8 +17,10 @@ from atlas_lm.nn.conv import ShortConv
 from atlas_lm.nn.norm import RMSNorm
 from atlas_lm.nn.packing import Packing
 from atlas_lm.ops.triton import gated_norm, short_conv
+from atlas_lm.ops.triton import silu_product as product
 from atlas_lm.ops.triton.gated_norm import norm_gate
 from atlas_lm.ops.triton.short_conv import MOST_TAPS, conv_silu_unit
+from atlas_lm.ops.triton.silu_product import silu_product
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +187,24 @@ def test_norm_of_zero_is_zero():
     close(found, with_gradients(plain_norm_gate, doubled(inputs), d_out))
 
 
+@pytest.mark.parametrize("shape", [(2, 37, 8), (1, 1, 2), (3, 700, 10), (4096, 6)], ids=str)
+def test_silu_of_half_is_that_of_the_plain_form(shape):
+    halves, d_out = torch.randn(shape), [torch.randn(*shape[:-1], shape[-1] // 2)]
+    found = with_gradients(silu_product, [halves], d_out)
+    close(found, with_gradients(fused.silu_of_half, [halves.double()], d_out))
+    turned = halves.mT.contiguous().mT
+    close(with_gradients(silu_product, [turned], d_out)[:1], found[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_silu_of_half_is_rounded_once(dtype):
+    halves, d_out = torch.randn(2, 40, 8).to(dtype), [torch.randn(2, 40, 4).to(dtype)]
+    found = with_gradients(silu_product, [halves], d_out)
+    assert [x.dtype for x in found] == [dtype] * 2
+    expected = with_gradients(fused.silu_of_half, [halves.double()], d_out)
+    close(found, expected, torch.finfo(dtype).eps / 2)
+
+
 @pytest.fixture
 def forced(monkeypatch) -> list[torch.Size]:
     """Kernels wherever there is no packing; lists what they were asked for."""
@@ -257,8 +277,14 @@ def test_wrong_shapes_are_refused():
         conv_silu_unit(mixed, tail[:, 1:], weight, 2, 4, 4)
     with pytest.raises(ValueError, match="x_open"):
         norm_gate(torch.randn(1, 5, 2, 4), torch.randn(1, 5, 9), torch.randn(2, 4))
+    with pytest.raises(ValueError, match="7 numbers wide; expected two halves"):
+        silu_product(torch.randn(2, 7))
 
 
-@pytest.mark.parametrize("kernel", short_conv.KERNELS + gated_norm.KERNELS, ids=lambda k: k["name"])
+@pytest.mark.parametrize(
+    "kernel",
+    short_conv.KERNELS + gated_norm.KERNELS + product.KERNELS,
+    ids=lambda k: k["name"],
+)
 def test_kernels_to_compile_name_their_arguments_in_order(kernel):
     assert list(kernel["signature"]) == list(kernel["fn"].arg_names)

@@ -24,7 +24,7 @@ from atlas_lm.nn.attention import Attention, AttentionState
 from atlas_lm.nn.fla import PREFIX, FlaMixer
 from atlas_lm.nn.memory import LayerState, MemoryLayer
 from atlas_lm.nn.mlp import SwiGLU
-from atlas_lm.nn.norm import RMSNorm, unit
+from atlas_lm.nn.norm import RMSNorm, for_products, unit
 from atlas_lm.nn.stream import checked, tokens_only
 from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
@@ -74,7 +74,7 @@ class Block(nn.Module):
         reset: TokenFlag | None = None,
     ) -> tuple[Embeddings, Any]:
         x = tokens_only(x, mask)
-        y, state = self.mixer(self.norm(x), state, mask, reset)
+        y, state = self.mixer(for_products(self.norm(x)), state, mask, reset)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -100,7 +100,7 @@ class MemoryAsGate(Block):
 
     def forward(self, x, state: HybridState | None = None, mask=None, reset=None):
         state, x = checked(self, state, x), tokens_only(x, mask)
-        z = self.norm(x)
+        z = for_products(self.norm(x))
         attended, attention = self.attention(z, state.attention, mask, reset)
         recalled, memory = self.mixer(z, state.memory, mask, reset)
         x = x + self.combine(self.norms[0](attended), self.norms[1](recalled))

@@ -1,4 +1,4 @@
-"""What a memory layer does around its operation, in one kernel each where kernels can run.
+"""What layers do around their operations, in one kernel each where kernels can run.
 
 The plain versions define the numbers; the kernels keep float32 where these round in between.
 """
@@ -60,3 +60,13 @@ def norm_and_open(y: Tensor, x_open: Tensor, norm: RMSNorm) -> Tensor:
         return norm_gate(y, x_open, norm.weight, norm.eps)
     opened = silu(x_open).unflatten(-1, y.shape[2:])
     return rearrange(norm(y) * opened, "b t h v -> b t (h v)")
+
+
+def silu_of_half(halves: Tensor) -> Tensor:
+    """SiLU(first half) * second half of the last axis."""
+    if fusable(halves, None):
+        from atlas_lm.ops.triton.silu_product import silu_product
+
+        return silu_product(halves)
+    first, second = halves.chunk(2, -1)
+    return silu(first) * second

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import silu
+
+from atlas_lm.nn.fused import silu_of_half
 
 
 class SwiGLU(nn.Module):
@@ -15,5 +16,4 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.inner(x).chunk(2, -1)
-        return self.out(silu(gate) * value)
+        return self.out(silu_of_half(self.inner(x)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from atlas_lm.ops.precision import state_dtype
 
@@ -17,9 +18,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight.ndim == 1:  # on a GPU one kernel, not six
+            return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         wide = x.to(state_dtype(x.dtype))
         scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
+
+
+def for_products(x: Tensor) -> Tensor:
+    """x as autocast would give it to each of the products that follow, made once for all."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def unit(x: Tensor) -> Tensor:
