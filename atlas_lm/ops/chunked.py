@@ -15,12 +15,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from atlas_lm.ops.decay import decay, spread
 from atlas_lm.ops.features import features_of, kernel_of
+from atlas_lm.ops.mlp_writes import Written, write_mlp, writes_at_once
 from atlas_lm.ops.muon import Muon
 from atlas_lm.ops.networks import Lin, add_residual, network_of
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces
+from atlas_lm.ops.precision import add_product
 from atlas_lm.ops.segments import (
     Carry,
     Form,
@@ -88,6 +91,16 @@ class Mixing(NamedTuple):
         parts = (scale[0], scale[1], share[0], scale[2], share[1])
         return [Mixing(*x) for x in zip(*(unbound(x, count) for x in parts), strict=True)]
 
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """In what leaves each piece, W or W and S: of its pairs `[n b h pairs r]`, and of what
+        entered `[n b h r r]`."""
+        shares = [m[..., -1, :] for m in (self.share, self.momentum_share) if m is not None]
+        kept = self.kept[..., -1]
+        if self.carried is None or self.momentum_kept is None:
+            return torch.stack(shares, -1), kept[..., None, None]
+        rows = kept, self.carried[..., -1], torch.zeros_like(kept), self.momentum_kept[..., -1]
+        return torch.stack(shares, -1), torch.stack(rows, -1).unflatten(-1, (2, 2))
+
     @classmethod
     def of(cls, inputs: Inputs) -> Mixing:
         kept, steps = decay(inputs.alpha)
@@ -110,6 +123,33 @@ class Additive(Form):
         phi = features_of(self.rule, outer.coefficients)
         x, f = add_residual(inputs.k, outer.slow, self.product), phi(inputs.k)
         mixing = Mixing.of(inputs)
+        group = range(first, first + inputs.q.shape[0])
+        if writes_at_once(self.rule, self.product, self.pieces, group, carry.weights):
+            written = write_mlp(x, f, inputs.v, *mixing.steps(), carry, outer.slow)
+            written = written._replace(carry=self._ended(group[-1], written, f.shape[1]))
+        else:
+            written = self._one_by_one(first, inputs, carry, outer, x, f, mixing)
+        fq = phi(inputs.q)
+        kernel = kernel_of(self.rule, outer.coefficients, self.product)(inputs.q, inputs.k, fq, f)
+        lin = _EveryToken(outer.slow, self.product, mixing, written, fq, kernel)
+        y = network_of(self.rule)(
+            lin, add_residual(inputs.q, outer.slow, self.product).flatten(0, 1), lin.features
+        )
+        return y.unflatten(0, inputs.q.shape[:2]), written.carry
+
+    def _ended(self, piece: int, written: Written, batch: int) -> Carry:
+        """What was written at once leaves the last piece with the weights of now as its anchor."""
+        carry = written.carry
+        if self.pieces.ends_chunk[piece].all:
+            return carry
+        # a copy: a state must not keep what a whole group found
+        found = {
+            n: w[0][-batch:].clone(memory_format=torch.contiguous_format)
+            for n, w in written.entered.items()
+        }
+        return self.end(piece, carry.weights, carry.momentum, carry._replace(anchor=found))
+
+    def _one_by_one(self, first: int, inputs: Inputs, carry: Carry, outer: Outer, x, f, mixing):
         entered, ins, grads = [], [], []
         parts = (inputs.pieces(), x.unbind(0), f.unbind(0), mixing.ends())
         for i, (piece, x_i, f_i, end) in enumerate(zip(*parts, strict=True)):
@@ -119,17 +159,9 @@ class Additive(Form):
             ins.append({n: x for n, x in xs.items() if x is not f_i})
             grads.append(us)
             carry = self._write(first + i, carry, xs, us, end)
-        fq = phi(inputs.q)
-        kernel = kernel_of(self.rule, outer.coefficients, self.product)(inputs.q, inputs.k, fq, f)
         weights, momentum = (_stacked([c[part] for c in entered]) for part in (0, 2))
         before = {n: [w, momentum[n]] if n in momentum else [w] for n, w in weights.items()}
-        lin = _EveryToken(
-            outer.slow, self.product, mixing, before, _stacked(ins), _stacked(grads), fq, kernel
-        )
-        y = network_of(self.rule)(
-            lin, add_residual(inputs.q, outer.slow, self.product).flatten(0, 1), lin.features
-        )
-        return y.unflatten(0, inputs.q.shape[:2]), carry
+        return Written(before, _stacked(ins), _stacked(grads), carry)
 
     def _write(self, piece: int, carry: Carry, xs: Weights, us: Weights, end: Mixing) -> Carry:
         shares = [s for s in (end.share, end.momentum_share) if s is not None]
@@ -147,24 +179,85 @@ class Additive(Form):
 class _EveryToken(Lin):
     """Each token's own memory W_t, without forming it."""
 
-    def __init__(self, slow, product, mixing: Mixing, entered, ins, grads, features, kernel):
+    def __init__(self, slow, product, mixing: Mixing, written: Written, features, kernel):
         super().__init__(slow)
-        self.product, self.entered, self.ins, self.grads = product, entered, ins, grads
+        self.product, self.written = product, written
         scales = [m for m in (mixing.kept, mixing.carried) if m is not None]
         self.scales = [m.flatten(0, 1).unsqueeze(-1) for m in scales]
         self.share = mixing.share.flatten(0, 1)
         self.features, self.kernel = features.flatten(0, 1), kernel.flatten(0, 1)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        """(prod alpha W + m S) x + the piece's writes, scaled on whichever side is narrower."""
-        alike = self.kernel if x is self.features else self.product(x, self.ins[name].mT)
-        out = self.product(self.share * alike, self.grads[name])
-        for scale, w in zip(self.scales, self.entered[name], strict=True):
-            if w.shape[-2] > x.shape[-1]:
-                out = out + self.product(scale * x, w.mT)
-            else:
-                out = torch.addcmul(out, scale, self.product(x, w.mT))
+        written, states = self.written, self.written.entered[name]
+        seen = (self.kernel, None) if x is self.features else (None, written.ins[name])
+        out = _Read.apply(
+            self.product, x, *seen, self.share, written.grads[name], *self.scales, *states
+        )
         return self.with_start(name, x, out, self.product)
+
+
+class _Read(torch.autograd.Function):
+    """(prod alpha W + m S) x + the piece's writes, scaled on whichever side is narrower.
+
+    How alike x is to what was written is its kernel, or its product with what went in there.
+    """
+
+    @staticmethod
+    def forward(ctx, product, x, kernel, ins, share, grads, *scales_and_states):
+        half = len(scales_and_states) // 2
+        alike = product(x, ins.mT) if kernel is None else kernel
+        out, reads = product(share * alike, grads), []
+        for scale, w in zip(scales_and_states[:half], scales_and_states[half:], strict=True):
+            if w.shape[-2] > x.shape[-1]:
+                add_product(product, out, scale * x, w.mT)
+            else:
+                reads.append(product(x, w.mT))
+                out.addcmul_(scale, reads[-1])
+        ctx.product, ctx.half = product, half
+        ctx.save_for_backward(x, alike, ins, share, grads, *scales_and_states, *reads)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (up,), product, half = grads, ctx.product, ctx.half
+        x, alike, ins, share, written, *others = ctx.saved_tensors
+        scales, states, reads = others[:half], others[half : 2 * half], others[2 * half :]
+        if reads:
+            to_x, to_scales, to_states = _back_scaling_outputs(
+                product, up, x, scales, states, reads
+            )
+        else:
+            to_x, to_scales, to_states = _back_scaling_inputs(product, up, x, scales, states)
+        to_grads = product((share * alike).mT, up)
+        at_mixed = product(up, written.mT)
+        to_share, to_alike, to_ins = at_mixed * alike, at_mixed.mul_(share), None
+        if ins is not None:
+            add_product(product, to_x, to_alike, ins)
+            to_alike, to_ins = None, product(to_alike.mT, x)
+        return None, to_x, to_alike, to_ins, to_share, to_grads, *to_scales, *to_states
+
+
+def _back_scaling_inputs(product: Product, up: Tensor, x: Tensor, scales, states):
+    """Gradients of sum_i (scale_i x) W_i^T."""
+    at_scaled = [product(up, w) for w in states]
+    to_scales = [(at * x).sum(-1, keepdim=True) for at in at_scaled]
+    to_states = [product(up.mT, scale * x) for scale in scales]
+    to_x = at_scaled[0].mul_(scales[0])
+    for at, scale in zip(at_scaled[1:], scales[1:], strict=True):
+        to_x.addcmul_(at, scale)
+    return to_x, to_scales, to_states
+
+
+def _back_scaling_outputs(product: Product, up: Tensor, x: Tensor, scales, states, reads):
+    """Gradients of sum_i scale_i (x W_i^T)."""
+    scaled = [scale * up for scale in scales]
+    to_scales = [(read * up).sum(-1, keepdim=True) for read in reads]
+    to_states = [product(s.mT, x) for s in scaled]
+    to_x = product(scaled[0], states[0])
+    for s, w in zip(scaled[1:], states[1:], strict=True):
+        add_product(product, to_x, s, w)
+    return to_x, to_scales, to_states
 
 
 def _stacked(pieces: list[Weights]) -> Weights:

@@ -101,7 +101,7 @@ class _LayerNormGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, branch, grad, unit, mean, scale):
-        u = _through_norm(grad, branch, mean, scale)
+        u = through_norm(grad, branch, mean, scale)
         ctx.save_for_backward(branch, grad, unit, mean, scale, u)
         return u
 
@@ -112,12 +112,13 @@ class _LayerNormGradient(torch.autograd.Function):
         along_up, along = ((x * unit).mean(-1, keepdim=True) for x in (up, grad))
         to_unit = torch.addcmul(up * (along * -scale), grad, along_up * -scale)
         to_scale = (up * u).mean(-1, keepdim=True) * scale
-        to_branch = _through_norm(to_unit, branch, mean, scale)
+        to_branch = through_norm(to_unit, branch, mean, scale)
         to_branch = torch.addcmul(to_branch, to_scale, unit, value=-1)
-        return to_branch, _through_norm(up, branch, mean, scale), None, None, None
+        return to_branch, through_norm(up, branch, mean, scale), None, None, None
 
 
-def _through_norm(grad: Tensor, branch: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def through_norm(grad: Tensor, branch: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """The gradient at the input of a layer norm, from the gradient at its output."""
     backward, width = torch.ops.aten.native_layer_norm_backward, branch.shape[-1:]
     return backward(grad, branch, width, mean, scale, None, None, [True, False, False])[0]
 
@@ -135,9 +136,13 @@ class _GeluAndSlope(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         grad, grad_slope = grads
         z, slope = ctx.saved_tensors
-        density = torch.addcmul(z.new_tensor(-0.9189385332046727), z, z, value=-0.5).exp_()
-        bend = torch.addcmul(z.new_tensor(2.0), z, z, value=-1)
-        return torch.addcmul(grad * slope, density.mul_(grad_slope), bend)
+        return torch.addcmul(grad * slope, curvature(z), grad_slope)
+
+
+def curvature(z: Tensor) -> Tensor:
+    """The second derivative of gelu."""
+    density = torch.addcmul(z.new_tensor(-0.9189385332046727), z, z, value=-0.5).exp_()
+    return density.mul_(torch.addcmul(z.new_tensor(2.0), z, z, value=-1))
 
 
 def hides_parameters(

@@ -38,6 +38,14 @@ def batched_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.flatten(0, -3), b.flatten(0, -3)).view(*a.shape[:-1], b.shape[-1])
 
 
+def add_product(product: Product, out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b in place, outside of any graph."""
+    if product is batched_product:
+        out.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+    else:
+        out += product(a, b)
+
+
 class _RoundedProduct(torch.autograd.Function):
     """round(a) @ round(b), summed in float32; its gradients are rounded products again."""
 

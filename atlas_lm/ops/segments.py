@@ -24,7 +24,7 @@ from atlas_lm.ops.state import MemoryState, Tokens
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Product, Weights
 
-CACHED, KEPT = 2**19, 2**20
+CACHED, KEPT = 2**18, 2**20
 """Elements of the widest activation in a group, and in the groups that keep their graph."""
 
 
