@@ -201,8 +201,17 @@ def against_newton_schulz(threads: int) -> list[dict]:
     return rows
 
 
+def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
+    def calls() -> None:
+        for _ in range(times):
+            call()
+
+    return calls
+
+
 def over_length(threads: int) -> list[dict]:
-    """Time a token at 1,024 and 16,384 tokens, rules with a finite state."""
+    """Time a token in texts of 1,024 to 16,384, as many as make 16,384 tokens; rules with a finite
+    state."""
     rows = []
     for name, rule in RULES.items():
         if rule.features == "exponential":
@@ -210,9 +219,12 @@ def over_length(threads: int) -> list[dict]:
         if rule.optimizer == "muon":
             name, rule = f"{name} (stride 64)", replace(rule, stride=64)
         lengths = (1024, 4096, 16384)
-        taken = seconds(*(forward(inputs(rule, n)) for n in lengths), repeats=3)
-        each = {f"us_a_token_at_{n}": t / n * 1e6 for n, t in zip(lengths, taken, strict=True)}
-        rows.append({"rule": name, **each, "ratio": taken[-1] / 16 / taken[0]})
+        calls = (repeated(forward(inputs(rule, n)), lengths[-1] // n) for n in lengths)
+        taken = seconds(*calls, repeats=3)
+        each = {
+            f"us_a_token_at_{n}": t / lengths[-1] * 1e6 for n, t in zip(lengths, taken, strict=True)
+        }
+        rows.append({"rule": name, **each, "ratio": taken[-1] / taken[0]})
     table(f"chunked, forward, over length ({threads} threads)", rows)
     return rows
 

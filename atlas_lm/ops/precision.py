@@ -41,7 +41,8 @@ def batched_product(a: Tensor, b: Tensor) -> Tensor:
 def add_product(product: Product, out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b in place, outside of any graph."""
     if product is batched_product:
-        out.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+        flat = out.flatten(0, -3)
+        torch.baddbmm(flat, a.flatten(0, -3), b.flatten(0, -3), out=flat)  # counted as a product
     else:
         out += product(a, b)
 
