@@ -18,11 +18,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.ndim == 1:  # on a GPU one kernel, not six
-            return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-        wide = x.to(state_dtype(x.dtype))
-        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
+        width, weight = x.shape[-1:], self.weight.to(x.dtype)
+        if weight.ndim == 1:  # on a GPU all of it is one kernel
+            return rms_norm(x, width, weight, self.eps)
+        return rms_norm(x, width, None, self.eps) * weight
 
 
 def for_products(x: Tensor) -> Tensor:

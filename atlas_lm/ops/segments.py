@@ -145,7 +145,7 @@ Step = Callable[[int, Inputs, Any, Any], tuple[Tensor, Any]]
 def run(step: Step, inputs: Inputs, carry: Any, outer: Any, plan: Groups, closed: bool):
     """All pieces, group by group. A step that is not closed hides tensors: keep its graph."""
     count = -(-inputs.q.shape[0] // plan.size)
-    if count == 1 == plan.kept:
+    if count == 1:  # its graph is always kept
         return step(0, inputs, carry, outer)
     outputs = []
     parts = [[None] * count if x is None else x.split(plan.size) for x in inputs]
