@@ -4,6 +4,7 @@ The file is a program too: `torchrun --nproc-per-node 2 tests/test_distributed.p
 RUN...` makes runs that the tests look at.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -89,6 +90,14 @@ def run_all(folder: Path, names: list[str]) -> None:
         config = config_of(name.removesuffix("-resumed"), folder)
         train(config, folder / name, resume, device="cpu")
     ranks.leave()
+    gc.collect()
+    assert not threads_of_gloo()
+
+
+def threads_of_gloo() -> list[str]:
+    """One that is still there when Python ends may abort it; told on Linux only."""
+    names = (task.joinpath("comm").read_text() for task in Path("/proc/self/task").glob("*"))
+    return [name for name in names if "gloo" in name]
 
 
 def run_on_two_ranks(folder: Path, names: list[str]) -> None:

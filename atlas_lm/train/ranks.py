@@ -6,6 +6,8 @@ up; `fsdp` keeps a part of each matrix on each and gathers a block when it is it
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import warnings
@@ -102,7 +104,16 @@ class Ranks:
             if sys.exc_info()[0] is None:
                 dist.barrier()
             dist.destroy_process_group()
-            _mesh.cache_clear()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let the group end here, and its threads with it: one of gloo's that still lets go of a
+        tensor when Python ends aborts the process. DTensor's caches keep the mesh, the mesh keeps
+        the group, and a sharded model keeps it until it is collected."""
+        if _mesh.cache_info().currsize:
+            getattr(_mesh(self.device.type, self.ranks), "_pg_registry", {}).clear()
+        _mesh.cache_clear()
+        atexit.register(gc.collect)
 
 
 def local(tensor: Tensor) -> Tensor:
