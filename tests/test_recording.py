@@ -36,7 +36,7 @@ def rows(seed: int, batch: int = 4, length: int = 96) -> Work:
 def test_targets_whose_places_are_known_make_the_same_loss():
     torch.manual_seed(0)
     objective = NextToken(LanguageModel(MODEL))
-    tokens, targets, _ = rows(0)
+    tokens, targets, *_ = rows(0)
     expected, count, _ = objective(tokens, targets)
     places = (targets.flatten() != NO_TARGET).nonzero()[:, 0]
     wanted = targets.flatten()[places]

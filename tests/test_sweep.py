@@ -34,8 +34,9 @@ from atlas_lm.sweep.tables import (
     wilson,
 )
 from atlas_lm.train.config import QuestionData, TaskData, TrainConfig
+from atlas_lm.train.guard import NotFinite
 from atlas_lm.train.loop import train
-from atlas_lm.train.run_folder import read_config
+from atlas_lm.train.run_folder import read_config, write_config
 from atlas_lm.train.watch import read_lines
 
 TINY = [
@@ -286,6 +287,54 @@ def test_the_same_again_makes_nothing_and_more_makes_more(swept, tmp_path, capsy
     told = refused_after(capsys, str(swept), "--metric", "acuracy")
     assert "no such figure (did you mean 'accuracy'?)" in told
     assert "to add runs" in refused(capsys, str(swept), "--batch", "3")
+
+
+def test_further_seeds_take_the_best_value_of_what_is_tuned(tmp_path, capsys, monkeypatch):
+    """A stand-in for training: delta_net is better at 2e-3, attention fails there."""
+    accuracy = {("delta_net", 1e-3): 0.5, ("delta_net", 2e-3): 0.75, ("attention", 1e-3): 0.25}
+    trained = []
+
+    def pretended(config, folder, **_):
+        trained.append(folder.name)
+        rule, rate = config.model.rule, config.optimizer.lr
+        write_config(folder, config, "recall")
+        if (rule, rate) not in accuracy:
+            raise NotFinite("the loss is not finite")
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        found = {"accuracy": accuracy[rule, rate] + config.seed / 100, "loss": 1.0}
+        lines = {"kind": "eval", "step": config.steps, **found}
+        (folder / "metrics.jsonl").write_text(json.dumps(lines) + "\n")
+
+    monkeypatch.setattr(runs, "train", pretended)
+    grid = ["--model.rule", "delta_net,attention", "--optimizer.lr", "1e-3,2e-3", "--seeds", "3"]
+    assert sweep(tmp_path, *grid, "--tune", "optimizer.lr", "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        f"4 runs of 4 steps in {tmp_path}",
+        "then other seeds of each combination at its best optimizer.lr",
+    ]
+    assert trained == []
+    assert sweep(tmp_path, *grid, "--tune", "optimizer.lr") == 0
+    best = [("delta_net", "2e-3"), ("attention", "1e-3")]
+    assert trained[4:] == [f"rule={r}_lr={lr}_seed={seed}" for seed in (1, 2) for r, lr in best]
+    assert len(table(tmp_path / "sweep.csv")) == len(trained) == 8
+    for _ in range(2):
+        rows = table(tmp_path / "table.csv")
+        assert [(row["model.rule"], row["optimizer.lr"], row["n"]) for row in rows] == [
+            (*pair, "3") for pair in best
+        ]
+        assert float(rows[0]["accuracy"]) == pytest.approx(0.76)
+        assert main(["sweep", str(tmp_path)]) == 0
+    assert sweep(tmp_path, *grid, "--tune", "optimizer.lr") == 0
+    assert len(trained) == 8
+
+
+def test_only_what_is_listed_can_be_tuned(tmp_path, capsys):
+    out = ("recall", "--out", str(tmp_path), *TINY)
+    assert "of which values are listed, as --opt" in refused(capsys, *out, "--tune", "optimizer.lr")
+    more = ("--rule.window", "1,4", "--tune", "optimizer.lr", "--optimizer.lr", "1e-3")
+    assert "of which values are listed: rule.window" in refused(capsys, *out, *more)
+    assert not list(tmp_path.iterdir())
 
 
 def refused_after(capsys, *args: str) -> str:

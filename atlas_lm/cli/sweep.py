@@ -40,6 +40,10 @@ class Sweep:
     seeds: Annotated[int, arg(metavar="N")] = 1
     """Runs of every setting, which begin with other weights and other data. Of two, intervals are
     so wide that most of them hold chance: take 3 or more."""
+    tune: Annotated[str | None, arg(metavar="OPTION")] = None
+    """A listed option, as optimizer.lr, all of whose values are tried with the first seed only;
+    further seeds, and table.csv, take the best one of each combination of the others: by accuracy,
+    or where nothing is asked, by loss."""
     jobs: Annotated[int, arg(metavar="N")] = 1
     """Runs at a time, each in a process of its own."""
     dry_run: FlagCreatePairsOff[bool] = False
@@ -57,7 +61,7 @@ class Sweep:
 
 SweepHelp = Annotated[Sweep, subcommand("sweep")]
 """For `atlas-lm --help` and `atlas-lm sweep --help`, which come without PyTorch."""
-OWN = ("out", "seeds", "jobs", "dry_run", "tables_only", "metric", "device")
+OWN = ("out", "seeds", "tune", "jobs", "dry_run", "tables_only", "metric", "device")
 NOT_HERE = {
     "resume": "a sweep goes on by itself",
     "tensorboard": "curves of all runs: `atlas-lm report DIR/runs/*`",
@@ -72,28 +76,46 @@ class SweepRun:
     out: Path
     runs: tuple[Planned, ...]
     """None of them: only tables are written."""
+    tuned: str | None = None
 
     def run(self) -> None:
-        from atlas_lm.sweep.runs import join, run_all
+        from atlas_lm.sweep.runs import join
 
         runs = join(self.out, self.runs)
         if self.said.dry_run:
-            _tell_plan(self.out, runs)
+            self._tell_plan(runs)
             return
         failed = []
         if runs and not self.said.tables_only:
-            failed = run_all(self.out, self.said.recipe, runs, self.said.device, self.said.jobs)
+            failed = self._train(runs)
         _write(self.out, self.said.metric)
         if failed:
-            print(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+            print(f"failed, see sweep.csv: {', '.join(failed)}")
+
+    def _train(self, runs: Sequence[Planned]) -> list[str]:
+        from atlas_lm.sweep.runs import run_all
+        from atlas_lm.sweep.tables import at_best
+
+        how = self.said.device, self.said.jobs, self.tuned
+        if self.tuned is None:
+            return run_all(self.out, self.said.recipe, runs, *how)
+        failed = run_all(self.out, self.said.recipe, _of_first_seed(runs), *how)
+        rest = at_best(self.out, runs, self.tuned)
+        return failed + run_all(self.out, self.said.recipe, rest, *how)
+
+    def _tell_plan(self, runs: Sequence[Planned]) -> None:
+        from atlas_lm.sweep.runs import RUNS, status_of
+
+        known = runs if self.tuned is None else _of_first_seed(runs)
+        for run in known:
+            print(f"{status_of(self.out / RUNS / run.name):<8}  {run.name}")
+        print(f"{len(known)} runs of {runs[0].config.steps:,} steps in {self.out}")
+        if self.tuned is not None:
+            print(f"then other seeds of each combination at its best {self.tuned}")
 
 
-def _tell_plan(out: Path, runs: Sequence[Planned]) -> None:
-    from atlas_lm.sweep.runs import RUNS, status_of
-
-    for run in runs:
-        print(f"{status_of(out / RUNS / run.name):<8}  {run.name}")
-    print(f"{len(runs)} runs of {runs[0].config.steps:,} steps in {out}")
+def _of_first_seed(runs: Sequence[Planned]) -> list[Planned]:
+    return [run for run in runs if run.seed == runs[0].seed]
 
 
 def _write(out: Path, metric: str | None) -> None:
@@ -155,7 +177,23 @@ def parse_sweep(args: Sequence[str]) -> SweepRun:
         return _tables_of(Path(first), said, rest)
     if said.out is None:
         raise ValueError(f"sweep: no --out; expected `atlas-lm sweep {first} --out DIR ...`")
-    return SweepRun(said, said.out, tuple(_planned(said, rest)))
+    return SweepRun(said, said.out, tuple(_planned(said, rest)), _tuned(said, rest))
+
+
+def _tuned(said: Sweep, options: dict[str, list[str]]) -> str | None:
+    """The option that is tuned, as runs are told it."""
+    from atlas_lm.sweep.grid import values_of
+
+    if said.tune is None:
+        return None
+    name = said.tune.removeprefix("--").replace("-", "_")
+    if name == "seed" or len(values_of(options.get(name, [""]))) < 2:
+        listed = [n for n, words in options.items() if n != "seed" and len(values_of(words)) > 1]
+        raise ValueError(
+            f"--tune {said.tune}: expected an option of which values are listed"
+            + (f": {', '.join(listed)}" if listed else ", as --optimizer.lr 1e-3,3e-3")
+        )
+    return name
 
 
 def _tables_of(folder: Path, said: Sweep, rest: dict[str, list[str]]) -> SweepRun:

@@ -52,12 +52,23 @@ class Told:
 
 def read_sweep(out: Path) -> dict[str, Told]:
     """The runs of a sweep by name."""
+    return _said_in(out)[0]
+
+
+def tuned_in(out: Path) -> str | None:
+    """The setting of which every combination of others has its best value alone."""
+    return _said_in(out)[1]
+
+
+def _said_in(out: Path) -> tuple[dict[str, Told], str | None]:
     path = out / SWEEP
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing; expected a folder that `atlas-lm sweep` made")
     try:
-        said = json.loads(path.read_text("utf-8"))["runs"]
-        return {n: Told(dict(run["settings"]), int(run["seed"])) for n, run in said.items()}
+        said = json.loads(path.read_text("utf-8"))
+        runs = said["runs"].items()
+        told = {n: Told(dict(run["settings"]), int(run["seed"])) for n, run in runs}
+        return told, said.get("tuned")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not what `atlas-lm sweep` wrote ({error!r})") from error
 
@@ -77,11 +88,12 @@ def join(out: Path, runs: Sequence[Planned]) -> list[Planned]:
     return list(joined.values())
 
 
-def write_sweep(out: Path, recipe: str, runs: Iterable[Planned]) -> None:
+def write_sweep(out: Path, recipe: str, runs: Iterable[Planned], tuned: str | None = None) -> None:
     """Add these runs to those of the folder that were begun."""
     (out / RUNS).mkdir(parents=True, exist_ok=True)
     told = _begun(out) | {run.name: Told(run.settings, run.seed) for run in runs}
-    write_json(out / SWEEP, {"recipe": recipe, "runs": {n: asdict(t) for n, t in told.items()}})
+    said = {n: asdict(t) for n, t in told.items()}
+    write_json(out / SWEEP, {"recipe": recipe, "tuned": tuned, "runs": said})
 
 
 def status_of(folder: Path) -> Status:
@@ -123,10 +135,15 @@ def _same(one: TrainConfig, other: TrainConfig) -> bool:
 
 
 def run_all(
-    out: Path, recipe: str, runs: Sequence[Planned], device: str | None = None, jobs: int = 1
+    out: Path,
+    recipe: str,
+    runs: Sequence[Planned],
+    device: str | None = None,
+    jobs: int = 1,
+    tuned: str | None = None,
 ) -> list[str]:
     """Everything that is not there yet; gives back the names of runs that failed now."""
-    write_sweep(out, recipe, runs)
+    write_sweep(out, recipe, runs, tuned)
     states = {run.name: _to_do(out / RUNS / run.name) for run in runs}
     left = [run for run in runs if states[run.name]]
     line = Line(len(runs), len(runs) - len(left))

@@ -1,7 +1,8 @@
 """What a sweep found, as tables: by run, by setting, and recall by bytes of state.
 
 sweep.csv          one row a run, failed ones with their reason
-table.csv, .tex    one row a setting: mean and 95 % interval over its seeds, beside what it costs
+table.csv, .tex    one row a setting: mean and 95 % interval over its seeds, beside what it costs;
+                   where one was tuned, its best value only
 equal_state.csv    the same in the order of state bytes, to compare recall at equal size
 
 An interval is Student's; a single seed has none. An accuracy is at chance where chance lies in that
@@ -27,8 +28,8 @@ import torch
 from atlas_lm.eval.score import student_quantile, wilson
 from atlas_lm.models.costs import Costs, costs
 from atlas_lm.models.lm import NO_TARGET
-from atlas_lm.sweep.grid import Settings
-from atlas_lm.sweep.runs import COSTS, RUNS, Status, read_sweep, reason_of, status_of
+from atlas_lm.sweep.grid import Planned, Settings
+from atlas_lm.sweep.runs import COSTS, RUNS, Status, read_sweep, reason_of, status_of, tuned_in
 from atlas_lm.tasks.rows import row_task
 from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.train.config import QuestionData, RecallData, TaskData, TrainConfig
@@ -253,6 +254,31 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
+def best_rows(rows: Sequence[Row], tuned: str) -> list[Row]:
+    """Of the values of one setting the best, for every combination of the others: that which more
+    seeds were given to, or that of the highest accuracy or lowest loss."""
+    found: dict[tuple[tuple[str, object], ...], list[Row]] = {}
+    for row in rows:
+        others = {n: _alike(text) for n, text in row.runs[0].settings.items() if n != tuned}
+        found.setdefault(tuple(sorted(others.items())), []).append(row)
+    return [max(some, key=_merit) for some in found.values()]
+
+
+def _merit(row: Row) -> tuple[float, ...]:
+    """By the first seed: others were not asked everywhere."""
+    figures = row.runs[0].figures
+    accuracy, loss = figures.get("accuracy", 0.0), figures.get("loss", float("inf"))
+    return len(row.runs), row.runs[0].status == "finished", accuracy, -loss
+
+
+def at_best(out: Path, runs: Sequence[Planned], tuned: str) -> list[Planned]:
+    """Those of later seeds whose value was best with the first one."""
+    first = {run.name for run in runs if run.seed == runs[0].seed}
+    rows = rows_of([run for run in read_all(out) if run.name in first])
+    best = [row.runs[0].settings for row in best_rows(rows, tuned) if row.finished]
+    return [run for run in runs if run.name not in first and run.settings in best]
+
+
 def varied(runs: Sequence[Run]) -> list[str]:
     """Names of settings in which runs differ."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
@@ -287,7 +313,9 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
 def write_tables(out: Path) -> list[Row]:
     """All tables of a sweep, from what its runs have left; gives back the rows of the second."""
     runs = read_all(out)
-    rows = rows_of(runs)
+    rows, tuned = rows_of(runs), tuned_in(out)
+    if tuned is not None:
+        rows = best_rows(rows, tuned)
     _write_csv(out / "sweep.csv", [_run_cells(run, runs) for run in runs])
     cells = [_row_cells(row, figures_of(runs)) for row in rows]
     _write_csv(out / "table.csv", cells)

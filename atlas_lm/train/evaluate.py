@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import exp
 
 import torch
@@ -22,25 +23,39 @@ def evaluate(
     config: TrainConfig, ranks: Ranks, objective: nn.Module, material: Material
 ) -> dict[str, float]:
     """`loss` and `perplexity`; of recall and tasks, `accuracy` (the share of all questions that are
-    answered right) at the length of training, and `accuracy@LENGTH` or `accuracy@TEST` of each.
-    Nothing where there is nothing to evaluate on."""
+    answered right) at the length of training, `accuracy@LENGTH` or `accuracy@TEST` of each, and
+    `accuracy@KIND-LENGTH` where questions are of several kinds. Nothing where there is nothing to
+    evaluate on."""
     found: dict[str, float] = {}
     for name, works in material.tests(config, ranks).items():
-        sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
-        state = None
+        sums, state, kinds = torch.zeros((), device=ranks.device), None, ()
         for work in works:
             if not config.carry:
                 state = None
             of_work, state = _sums(config, ranks, objective, work, state)
-            sums += of_work
-        nats, count, right, asked = ranks.sum(sums).tolist()
+            sums, kinds = sums + of_work, tuple(work.kinds or ())
+        nats, count, *answers = ranks.sum(sums).tolist()
         if not found:
             loss = nats / count
             found |= {"loss": loss, "perplexity": exp(min(loss, MOST_NATS))}
-        if asked and not config.of_text:
-            found.setdefault("accuracy", right / asked)
-            found[f"accuracy@{name}"] = right / asked
+        if not config.of_text:
+            names = (f"{name}", *(f"{kind}-{name}" for kind in kinds))
+            found |= _accuracies(found, names, answers)
     return found
+
+
+def _accuracies(
+    earlier: Mapping[str, float], names: Sequence[str], answers: Sequence[float]
+) -> dict[str, float]:
+    """Of tests of these names, from how many answers are right and how many there are, in turn."""
+    shares = {
+        f"accuracy@{name}": right / asked
+        for name, right, asked in zip(names, answers[::2], answers[1::2], strict=True)
+        if asked
+    }
+    if "accuracy" in earlier or not shares:
+        return shares
+    return {"accuracy": next(iter(shares.values()))} | shares
 
 
 def _sums(
@@ -50,26 +65,31 @@ def _sums(
     work: Work,
     state: ModelState | None,
 ) -> tuple[Tensor, ModelState | None]:
-    """Nats, targets, right answers and answers: where a text is asked about, an answer is a run of
-    targets, every one of which has to be right, elsewhere every target is one."""
+    """Nats, targets, then right answers and answers, of all and of each kind: where a text is asked
+    about, an answer is a run of targets, every one of which has to be right, elsewhere every target
+    is one."""
     judge = not config.of_text
     nats = torch.zeros((), dtype=torch.float64, device=ranks.device)
     count = torch.zeros((), dtype=torch.int64, device=ranks.device)
     asked, wrong = [], []
     for segment in work.segments(config.segment):
         with precision(config, ranks):
-            tokens, targets, reset = segment.to(ranks.device)
+            tokens, targets, reset, _ = segment.to(ranks.device)
             made = objective(tokens, targets, state, reset, judge)
         state = made[2]
         nats, count = nats + made[0], count + made[1]
         if judge:
             asked.append(targets != NO_TARGET)
             wrong.append(made[3])
-    right, answers = count, count
+    counts = [count]
     if judge:
         whole = isinstance(config.data, QuestionData | StoryData)
-        right, answers = right_answers(torch.cat(asked, 1), torch.cat(wrong, 1), whole)
-    return torch.stack([nats, *(n.double() for n in (count, right, answers))]), state
+        asked, wrong = torch.cat(asked, 1), torch.cat(wrong, 1)
+        counts += right_answers(asked, wrong, whole)
+        for kind in (work.kinds or {}).values():
+            of_kind = kind.to(asked.device)
+            counts += right_answers(asked & of_kind, wrong & of_kind, whole)
+    return torch.stack([nats, *(n.double() for n in counts)]), state
 
 
 def right_answers(asked: Tensor, wrong: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,8 @@ class Work(NamedTuple):
     """`[b t]`, -100 where there is none."""
     reset: Tensor | None
     """`[b t]`: a document begins; None: nowhere but at the first token."""
+    kinds: Mapping[str, Tensor] | None = None
+    """`[b t]`: the targets of each kind that is evaluated by itself too."""
 
     def rows(self, begin: int, end: int) -> Work:
         reset = None if self.reset is None else self.reset[begin:end]

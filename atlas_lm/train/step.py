@@ -50,7 +50,7 @@ class Gradients:
     def _segment(
         self, work: Work, state: ModelState | None, share: float
     ) -> tuple[Tensor, ModelState]:
-        tokens, targets, reset = work.to(self.ranks.device)
+        tokens, targets, reset, _ = work.to(self.ranks.device)
         with precision(self.config, self.ranks):
             nats, _, after = self.objective(tokens, targets, state, reset)
         loss = nats / share

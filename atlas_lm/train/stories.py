@@ -289,44 +289,32 @@ class StoryMaterial:
         found: dict[int | str, Iterator[Work]] = {}
         for length in (config.length, *self.data.longer):
             self.books["test"].row(length, EVALUATION_SEED, 0, 0)  # what cannot be made is told now
-            found[length] = self._test(config, ranks, length, None)
-            for name, kind in KINDS.items():
-                if self._asks(kind):
-                    found[f"{name}-{length}"] = self._test(config, ranks, length, kind)
+            found[length] = self._test(config, ranks, length)
         return found
 
-    def _asks(self, kind: str) -> bool:
-        people, unknown = self.data.people, self.data.unknown
-        return {"code": people < 1, "place": people > 0, "unknown": unknown > 0}[kind]
-
-    def _test(
-        self, config: TrainConfig, ranks: Ranks, length: int, kind: str | None
-    ) -> Iterator[Work]:
+    def _test(self, config: TrainConfig, ranks: Ranks, length: int) -> Iterator[Work]:
         """The batches of a test; of long texts in parts, with no more tokens than training has."""
         size = max(config.batch // ranks.ranks * config.length // length, 1)
         for step in range(config.evaluate_batches):
             mine = ranks.mine(range(config.batch))
             for begin in range(0, len(mine), size):
                 some = mine[begin : begin + size]
-                yield self.rows("test", length, EVALUATION_SEED, step, some, kind)
+                work, kinds = self._made("test", length, EVALUATION_SEED, step, some)
+                yield work._replace(kinds={n: kinds == i for i, n in enumerate(KINDS)})
 
-    def rows(
-        self,
-        part: Part,
-        length: int,
-        seed: int,
-        step: int,
-        numbers: range,
-        kind: str | None = None,
-    ) -> Work:
-        """These rows of a step; kind: only such questions are asked."""
+    def rows(self, part: Part, length: int, seed: int, step: int, numbers: range) -> Work:
+        """These rows of a step."""
+        return self._made(part, length, seed, step, numbers)[0]
+
+    def _made(
+        self, part: Part, length: int, seed: int, step: int, numbers: range
+    ) -> tuple[Work, torch.Tensor]:
+        """Rows, and the kind of every target."""
         made = [self.books[part].row(length, seed, step, number) for number in numbers]
         tokens, targets, kinds = (
             torch.from_numpy(np.stack(side)) for side in zip(*made, strict=True)
         )
-        if kind is not None:
-            targets[kinds != list(KINDS.values()).index(kind)] = NO_TARGET
-        return Work(tokens, targets, None)
+        return Work(tokens, targets, None), kinds
 
     def prompts(self, count: int) -> list[str]:
         return []
