@@ -34,7 +34,7 @@ from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.samples import keep_samples
 from atlas_lm.train.schedules import Schedule
 from atlas_lm.train.signals import signals
-from atlas_lm.train.sources import BLOCK, Recall, Tasks, Text, Work, epoch_order
+from atlas_lm.train.sources import BLOCK, OneAhead, Recall, Tasks, Text, Work, epoch_order
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Board, Journal, Screen, read_lines
 
@@ -324,6 +324,21 @@ def test_recall_is_the_same_on_any_number_of_ranks_and_from_any_step():
     again.load_state_dict({"step": 4})
     assert torch.equal(again.next().tokens, works[4].tokens)
     assert not torch.equal(works[4].tokens[:, :3], works[5].tokens[:, :3])
+
+
+def test_a_batch_that_was_made_ahead_is_not_lost():
+    config = recall()
+    plain, source = (recall_of(config).source(config, ALONE) for _ in range(2))
+    source = OneAhead(source)
+    source.next()
+    source.make()
+    saved = source.state_dict()
+    expected = [plain.next() for _ in range(3)]
+    assert torch.equal(source.next().tokens, expected[1].tokens)
+    source.make()
+    source.load_state_dict(saved)
+    for work in expected[1:]:
+        assert torch.equal(source.next().tokens, work.tokens)
 
 
 def test_rows_of_recall_grow():

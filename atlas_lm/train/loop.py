@@ -57,7 +57,7 @@ from atlas_lm.train.run_folder import (
 )
 from atlas_lm.train.samples import keep_samples, samples
 from atlas_lm.train.signals import signals
-from atlas_lm.train.sources import Material, Work, open_material
+from atlas_lm.train.sources import Material, OneAhead, Work, open_material
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Journal, Watch
 
@@ -154,7 +154,7 @@ class Run:
         watches: list[Watch],
     ):
         self.config, self.out, self.ranks, self.material = config, out, ranks, material
-        self.source = material.source(config, ranks)
+        self.source = OneAhead(material.source(config, ranks))
         material.tests(config, ranks)  # what cannot be evaluated is told now
         torch.manual_seed(config.seed)
         self.model = LanguageModel(config.model).to(ranks.device)
@@ -207,7 +207,10 @@ class Run:
             loss, after = self.gradients.add(work)
         except ValueError as error:  # on a CPU, operations refuse numbers that are none
             raise self._broken(str(error), work, alone=True) from error
-        loss, norm = self._agreed(loss, self.gradients.clip())
+        norm = self.gradients.clip()
+        if self.progress.step + 1 < self.config.steps:
+            self.source.make()  # before the only time in a step that a GPU is waited for
+        loss, norm = self._agreed(loss, norm)
         if not (isfinite(loss) and isfinite(norm)):
             what = "loss" if not isfinite(loss) else "gradient"
             raise self._broken(f"the {what} is not finite", work)
@@ -219,8 +222,7 @@ class Run:
         self._after_step(work, rate, norm)
 
     def _agreed(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[float, float]:
-        """The loss over all ranks, and whether one of them was told to stop: the only time in a
-        step that a GPU is waited for."""
+        """The loss over all ranks, and whether one of them was told to stop."""
         here = torch.stack([loss, loss.new_full((), float(self.asked)), norm.to(loss)])
         loss_, stopping, norm_ = self.ranks.mean(here).tolist()
         self.stopping = stopping > 0
