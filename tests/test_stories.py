@@ -1,10 +1,15 @@
 """Facts of the demo, rows that hide them in books, and what is learned and tested with them."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -475,6 +480,32 @@ def test_a_run_leaves_a_model_that_can_be_asked(books, tmp_path):
     lines = (tmp_path / "run" / METRICS).read_text().splitlines()
     last = [json.loads(line) for line in lines if '"eval"' in line][-1]
     assert {"accuracy@codes-1000", "accuracy@places-1000", "accuracy@unknown-1000"} <= last.keys()
+
+
+def test_ctrl_c_is_a_line_and_not_the_end_of_processes_that_make_rows(books, tmp_path):
+    """As a terminal sends it, to all of them."""
+    options = {"--data.books": books / "train", "--data.workers": 2, "--steps": 10_000}
+    options |= {"--length": 512, "--data.lengths": 512, "--model.dim": 16, "--model.heads": 1}
+    options |= {"--log-every": 1, "--out": tmp_path / "run", "--device": "cpu", "--batch": 1}
+    words = [str(word) for option in options.items() for word in option]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "atlas_lm", "train", "demo", *words, "--precision", "fp32"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "run" / METRICS
+    try:
+        while run.poll() is None and not (metrics.exists() and metrics.read_text()):
+            sleep(0.1)
+        os.killpg(run.pid, signal.SIGINT)
+        said = run.communicate(timeout=60)[1]
+    finally:
+        run.kill()
+    assert run.returncode == 130
+    assert "which is saved; the same command with --resume goes on" in said.splitlines()[-1]
+    assert "Traceback" not in said
 
 
 BAD = {

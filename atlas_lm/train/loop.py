@@ -86,6 +86,7 @@ def train(
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(config.threads)
             run = _begun(config, Path(out), resume, list(watch or ()), ranks, recipe)
+            stack.callback(run.source.close)
             for each in run.watches:
                 stack.callback(each.close)
             return run.go()

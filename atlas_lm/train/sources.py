@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -90,6 +90,13 @@ class Source(Protocol):
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
+@runtime_checkable
+class Closes(Protocol):
+    """A source that has processes of its own."""
+
+    def close(self) -> None: ...
+
+
 class OneAhead:
     """A source whose next batch can be made before it is asked for, while a GPU is busy with this
     one. It is saved as if it had not been."""
@@ -117,6 +124,10 @@ class OneAhead:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._made = None
         self._source.load_state_dict(state)
+
+    def close(self) -> None:
+        if isinstance(self._source, Closes):
+            self._source.close()
 
 
 class Material(Protocol):

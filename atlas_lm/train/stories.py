@@ -9,8 +9,10 @@ with is never tested with.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -355,6 +357,11 @@ class StorySource:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.step, self._ahead = int(state["step"]), None
 
+    def close(self) -> None:
+        """Let the processes end now, and not when Python does, which would be told as an error."""
+        self._ahead = None
+        gc.collect()  # they know this source, and it them
+
 
 def _ahead(source: StorySource, workers: int) -> Iterator[Work]:
     """Batches from the source's step on, made by processes of their own if there are any."""
@@ -366,8 +373,14 @@ def _ahead(source: StorySource, workers: int) -> Iterator[Work]:
         sampler=itertools.count(source.step),
         num_workers=min(workers, os.cpu_count() or 1),
         generator=torch.Generator(),  # not that of the run, which it would move
+        worker_init_fn=_deaf,
     )
     return iter(loader)
+
+
+def _deaf(_: int) -> None:
+    """Ctrl-C is for the run, which ends its step and lets go of its processes in good order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Steps(Dataset[Work]):
