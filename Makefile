@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-slow test-lm-eval quickstart quickstart-text bench bench-generation bench-gpu mechanism wheel check-wheel constraints format clean
+.PHONY: help venv test test-slow test-lm-eval quickstart quickstart-text bench bench-generation bench-ladder bench-gpu mechanism wheel check-wheel constraints format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -66,6 +66,9 @@ bench: $(READY_BENCH)  ## run the CPU benchmarks
 
 bench-generation: $(READY)  ## cost of a token after 1,000 and 100,000; a book read into a memory
 	@$(BIN)/python -m benchmarks.generation
+
+bench-ladder: $(READY)  ## titans from the loop to the kernels, every rung in one run
+	@$(BIN)/python -m benchmarks.ladder
 
 bench-gpu: $(READY_BENCH)  ## layers beside targets and peers on a CUDA GPU, and their figure
 	@$(BIN)/python -m benchmarks.speed --lengths

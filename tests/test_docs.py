@@ -14,7 +14,8 @@ from atlas_lm.cli.sweep import parse_sweep
 from atlas_lm.cli.train import parse_train
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [DOCS / f"{name}.md" for name in ("in-your-model", "training", "memories-for-users")]
+NAMES = ("in-your-model", "training", "memories-for-users", "from-loop-to-kernel")
+PAGES = [DOCS / f"{name}.md" for name in NAMES]
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:

@@ -1,6 +1,7 @@
 """Steps recorded as CUDA graphs: the same gradients, and who is told that it cannot be."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -76,6 +77,48 @@ def test_a_cpu_has_no_graphs(tmp_path):
     with pytest.raises(ValueError, match="one GPU, not for 2 ranks"):
         check_recording(config(), Ranks(torch.device("cuda"), rank=0, ranks=2))
     check_recording(config(graph=False), Ranks(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("rule", ["delta_net", "titans", "atlas", "omeganet", "gated_delta_net"])
+def test_after_whole_chunks_it_does_not_matter_how_many(rule):
+    """What lets one graph serve every row of a text."""
+    torch.manual_seed(0)
+    model = LanguageModel(replace(MODEL, rule=rule)).double()
+    true, alike = None, None
+    for seed in range(4):
+        work = rows(seed, length=64)
+        expected, true = model(work.tokens, true)
+        if alike is not None:
+            alike = alike.map(lambda t: t if t.is_floating_point() else torch.full_like(t, 64))
+        found, alike = model(work.tokens, alike)
+        torch.testing.assert_close(found, expected)
+        for name, tensor in true.tensors().items():
+            if tensor.is_floating_point():
+                torch.testing.assert_close(alike.tensors()[name], tensor)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("rule", ["delta_net", "titans", "atlas", "omeganet"])
+def test_recorded_memories_go_on(rule):
+    """From row to row of a text, at every length in turn."""
+    torch.manual_seed(0)
+    model = LanguageModel(replace(MODEL, rule=rule)).cuda()
+    objective, ranks = NextToken(model), Ranks(torch.device("cuda"))
+    plain, recorded = (kind(config(), ranks, objective) for kind in (Gradients, RecordedGradients))
+    for seed, (length, row) in enumerate(product((128, 192, 128), range(3))):
+        work = rows(seed, length=length)._replace(begins=row == 0, ends=row == 2)
+        found = []
+        for gradients in (plain, recorded):
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss, gradients.carried = gradients.add(work)
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            state = gradients.carried[0]
+            memories = [] if state is None else list(state.tensors().values())
+            kept = [t for t in memories if t.is_floating_point()]
+            found.append([t.clone() for t in (loss, *grads, *kept)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @on_a_gpu

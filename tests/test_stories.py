@@ -1,5 +1,6 @@
 """Facts of the demo, rows that hide them in books, and what is learned and tested with them."""
 
+import itertools
 import json
 import os
 import re
@@ -38,8 +39,10 @@ from atlas_lm.text import ByteTokenizer, FileTokenizer, load_tokenizer
 from atlas_lm.train.config import StoryData, TrainConfig
 from atlas_lm.train.evaluate import evaluate, right_answers
 from atlas_lm.train.loop import train
+from atlas_lm.train.objective import NextToken
 from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.run_folder import METRICS
+from atlas_lm.train.step import Gradients
 from atlas_lm.train.stories import StoryMaterial
 
 CPU = torch.device("cpu")
@@ -304,6 +307,36 @@ def test_answers_are_what_the_text_told_last(material, part, length):
     assert counts["near"] > 0 or length < 3000
 
 
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_text_of_several_rows_asks_what_earlier_ones_told(material, part):
+    counts = {"told": [0] * 4, "asked": [0] * 4, "older": [0] * 4}
+    for number in range(12):
+        known: dict[str, str] = {}
+        texts = material.books[part].rows(1500, 3, 8, number)
+        for at, row in enumerate(itertools.islice(texts, 4)):
+            assert len(row.tokens) == 1500
+            before = set(known)
+            for _, kind, subject, value in events(whole(row), part):
+                counts[kind][at] += 1
+                if kind == "told":
+                    known[subject] = value
+                    before.discard(subject)
+                    continue
+                assert value == known.get(subject, NOT_TOLD), (number, at, subject)
+                counts["older"][at] += subject in before
+    assert counts["older"][0] == 0
+    for at in (1, 2, 3):
+        assert 0 < counts["told"][at] < counts["told"][0] / 2
+        assert counts["asked"][at] > 24
+        assert 0.2 < counts["older"][at] / counts["asked"][at] < 0.7
+
+
+def test_a_first_row_is_the_same_whether_others_follow_or_not(material):
+    book = material.books["train"]
+    one, first = book.row(900, 0, 4, 1), next(book.rows(900, 0, 4, 1))
+    assert (one.tokens == first.tokens).all()
+
+
 def test_answers_alone_are_targets(material):
     kinds = ["code", "place", "unknown"]
     seen = set()
@@ -403,10 +436,97 @@ def test_longer_texts_come_in_later(books, tmp_path):
     stories = data(books, lengths=(500, 1000, 250), growing=0.6)
     settings = config(books, data=stories, steps=50)
     source = StoryMaterial(stories, tmp_path).source(settings, Ranks(CPU))
-    drawn = [source.work(step).tokens.shape[1] for step in range(50)]
+    drawn = [source.works(step)[0].tokens.shape[1] for step in range(50)]
     assert set(drawn[:10]) == {250}
     assert set(drawn[10:20]) == {250, 500}
     assert set(drawn[20:]) == {250, 500, 1000}
+
+
+def test_texts_go_on_over_steps_of_one_length(books, material):
+    stories = data(books, lengths=(500, 1000), rows=3, workers=1)
+    settings = config(books, data=stories, steps=24)
+    source = replaced(material, books, lengths=(500, 1000), rows=3).source(settings, Ranks(CPU))
+    works = [source.next() for _ in range(12)]
+    assert [(work.begins, work.ends) for work in works] == [
+        *((True, False), (False, False), (False, True))
+    ] * 4
+    shapes = [tuple(work.tokens.shape) for work in works]
+    assert shapes[::3] == shapes[1::3] == shapes[2::3]
+    assert set(shapes) == {(2, 1000), (4, 500)}
+    book = material.books["train"]
+    first = next(i for i in range(0, 12, 3) if shapes[i] == (2, 1000))
+    rows = list(itertools.islice(book.rows(1000, settings.seed, first, 1), 3))
+    for work, row in zip(works[first:], rows, strict=False):
+        assert torch.equal(work.tokens[1], torch.from_numpy(row.tokens))
+    ahead = replaced(material, books, lengths=(500, 1000), rows=3, workers=1)
+    ahead = ahead.source(settings, Ranks(CPU))
+    ahead.load_state_dict({"step": 4})
+    for work in works[4:8]:
+        assert torch.equal(ahead.next().tokens, work.tokens)
+    ahead.close()
+
+
+def test_texts_go_on_once_all_lengths_are_there(books, material):
+    changes: dict[str, Any] = {"lengths": (500, 1000), "rows": 3, "growing": 0.4}
+    settings = config(books, data=data(books, **changes), steps=10)
+    source = replaced(material, books, **changes).source(settings, Ranks(CPU))
+    works = [source.next() for _ in range(10)]
+    assert [work.begins for work in works] == [True] * 4 + [True, False, False] * 2
+    assert [work.ends for work in works] == [True] * 4 + [False, False, True] * 2
+    assert {work.tokens.shape[1] for work in works[:2]} == {500}
+    for step in range(10):
+        source.load_state_dict({"step": step})
+        assert torch.equal(source.next().tokens, works[step].tokens)
+
+
+def test_gradients_of_a_later_row_are_those_with_the_memory_of_earlier_ones(books, material):
+    settings = config(books, data=data(books, rows=3), steps=6)
+    torch.manual_seed(0)
+    model = LanguageModel(MODEL)
+    source = replaced(material, books, rows=3).source(settings, Ranks(CPU))
+    gradients, state = Gradients(settings, Ranks(CPU), NextToken(model)), None
+    for _ in range(4):
+        work = source.next()
+        model.zero_grad()
+        loss, gradients.carried = gradients.add(work)
+        found = {n: p.grad for n, p in model.named_parameters()}
+        model.zero_grad()
+        state = None if work.begins else state
+        expected, state = model.loss(work.tokens, work.targets, state)
+        expected.backward()
+        state = state.detach()
+        torch.testing.assert_close(loss, expected.detach())
+        for name, parameter in model.named_parameters():
+            assert (found[name] is None) == (parameter.grad is None), name
+            if parameter.grad is not None:
+                torch.testing.assert_close(found[name], parameter.grad)
+        assert (gradients.carried[0] is None) == work.ends
+
+
+def test_a_run_is_saved_and_stopped_where_texts_end(books, tmp_path):
+    settings = config(
+        books, data=data(books, rows=3), steps=9, checkpoint_every=2, evaluate_batches=1
+    )
+
+    class Stop:
+        def begin(self, step, steps): ...
+        def record(self, line): ...
+        def close(self): ...
+        def stepped(self, step):
+            if step == 4:
+                signal.raise_signal(signal.SIGINT)
+
+    whole_ = train(settings, tmp_path / "whole", device="cpu")
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 6, which is saved"):
+        train(settings, tmp_path / "run", watch=[Stop()], device="cpu")
+    saved = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert saved
+    assert all(step % 3 == 0 for step in saved)
+    folder = train(settings, tmp_path / "run", resume=True, device="cpu")
+    assert folder is not None
+    assert whole_ is not None
+    weights, expected = (load_model(path).state_dict() for path in (folder, whole_))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_ranks_and_resumed_runs_get_the_same_rows(books, material):
@@ -488,22 +608,20 @@ def test_ctrl_c_is_a_line_and_not_the_end_of_processes_that_make_rows(books, tmp
     options |= {"--length": 512, "--data.lengths": 512, "--model.dim": 16, "--model.heads": 1}
     options |= {"--log-every": 1, "--out": tmp_path / "run", "--device": "cpu", "--batch": 1}
     words = [str(word) for option in options.items() for word in option]
-    run = subprocess.Popen(
+    metrics = tmp_path / "run" / METRICS
+    with subprocess.Popen(
         [sys.executable, "-m", "atlas_lm", "train", "demo", *words, "--precision", "fp32"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-    )
-    metrics = tmp_path / "run" / METRICS
-    try:
+    ) as run:
         while run.poll() is None and not (metrics.exists() and metrics.read_text()):
             sleep(0.1)
-        os.killpg(run.pid, signal.SIGINT)
-        said = run.communicate(timeout=60)[1]
-    finally:
-        run.kill()
-    assert run.returncode == 130
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGINT)
+        said = run.communicate()[1]
+    assert run.returncode == 130, said
     assert "which is saved; the same command with --resume goes on" in said.splitlines()[-1]
     assert "Traceback" not in said
 
@@ -522,6 +640,22 @@ def test_settings_that_cannot_be(name):
     changes, told = BAD[name]
     with pytest.raises(ValueError, match=told):
         StoryData(**changes)
+
+
+def test_texts_of_several_rows_that_cannot_be():
+    with pytest.raises(ValueError, match=r"data\.rows: 0; expected a whole number"):
+        StoryData(rows=0)
+    with pytest.raises(ValueError, match="steps: 10, 7 of them in texts of 4 rows"):
+        TrainConfig(data=StoryData(rows=4, growing=0.3), steps=10)
+    stories = StoryData(rows=4)
+    told = "data.rows: 4, and --graph: .* memories alone and lengths of whole 64 tokens"
+    given: dict[str, Any] = {"model": MODEL, "data": stories, "steps": 8}
+    wrong: list[dict[str, Any]] = [{"length": 100}, {"model": replace(MODEL, rule="swa")}]
+    for changes in wrong:
+        with pytest.raises(ValueError, match=told):
+            TrainConfig(**given | changes, graph=True)
+        assert not TrainConfig(**given | changes).graph
+    assert TrainConfig(**given, graph=True).graph
 
 
 def test_lengths_are_at_most_that_of_the_run():

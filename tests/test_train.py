@@ -267,7 +267,7 @@ def test_memories_go_on_from_batch_to_batch(float64):
     made = Gradients(config, ALONE, NextToken(model))
     total = 0.0
     for work in both.segments(8):
-        loss, made.carried = made.add(work)
+        loss, made.carried = made.add(work._replace(begins=False, ends=False))
         total += float(loss) / 2
     expected, _ = gradients_of(replace(config, length=16, segment=8), both)
     assert total == pytest.approx(expected, rel=1e-9)
@@ -286,7 +286,9 @@ def test_what_is_carried_does_not_move_with_the_weights():
     reset = torch.zeros(2, 8, dtype=torch.bool)
     reset[:, 0] = True
     model = LanguageModel(MODEL)
-    _, (state,) = Gradients(config, ALONE, NextToken(model)).add(Work(*work[:2], reset))
+    _, (state,) = Gradients(config, ALONE, NextToken(model)).add(
+        work._replace(reset=reset, ends=False)
+    )
     assert state is not None
     before = {name: tensor.clone() for name, tensor in state.tensors().items()}
     with torch.no_grad():

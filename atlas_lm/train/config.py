@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import lcm
 from typing import Any, Literal, TypeVar
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import grows, name_of
 from atlas_lm.names import nearest
-from atlas_lm.rules import Rule
+from atlas_lm.ops.delta import TILE
+from atlas_lm.rules import RULES, Rule
 from atlas_lm.tasks.rows import RowTask, row_task
 from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.train.optimizers import OptimizerConfig
@@ -168,6 +170,9 @@ class StoryData:
     is to be known. A fact is found by its own words long before it is found by other words."""
     lengths: tuple[int, ...] = ()
     """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
+    rows: int = 1
+    """Rows of a text, in steps that follow each other, once all lengths have come in: memories go
+    on, and what an earlier row told is asked too. Gradients end where a row ends."""
     growing: float = 0.0
     """Part of the steps over which lengths come in one after the other, the shortest first."""
     longer: tuple[int, ...] = ()
@@ -201,10 +206,15 @@ class StoryData:
         for name in parts.split():
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
-        for name, least in (("moves", 1), ("between", 0), ("at_end", 1), ("workers", 0)):
-            _expect_at_least(f"data.{name}", getattr(self, name), least)
+        least = {"moves": 1, "between": 0, "at_end": 1, "rows": 1, "workers": 0}
+        for name, fewest in least.items():
+            _expect_at_least(f"data.{name}", getattr(self, name), fewest)
         for length in (*self.lengths, *self.longer):
             _expect_at_least("data.lengths and data.longer", length, 1)
+
+    def growing_steps(self, steps: int) -> int:
+        """Of so many in all."""
+        return int(self.growing * steps)
 
 
 Data = TextData | PythonText | RecallData | TaskData | QuestionData | StoryData
@@ -322,6 +332,8 @@ class TrainConfig:
             )
         if self.carry:
             self._check_carry()
+        if isinstance(self.data, StoryData) and self.data.rows > 1:
+            self._check_rows(self.data)
         if self.graph:
             self._check_graph()
         if isinstance(self.data, RecallData):
@@ -349,6 +361,25 @@ class TrainConfig:
             raise ValueError(
                 f"carry: the state of {growing[0]} grows with every token; expected rules whose "
                 "state has one size, or no --carry"
+            )
+
+    def _check_rows(self, data: StoryData) -> None:
+        """Texts that go on over several steps."""
+        left = self.steps - data.growing_steps(self.steps)
+        if left % data.rows:
+            raise ValueError(
+                f"steps: {self.steps}, {left} of them in texts of {data.rows} rows; expected as "
+                "many that the last text ends"
+            )
+        rules = [RULES.get(rule) if isinstance(rule, str) else rule for rule in self.model.rules]
+        growing = any(rule is None or grows(rule) for rule in rules)
+        chunk = lcm(TILE, *(n for rule in rules if rule for n in (rule.chunk, rule.stride)))
+        broken = any(length % chunk for length in data.lengths or (self.length,))
+        if self.graph and (self.model.block != "plain" or growing or broken):
+            raise ValueError(
+                f"data.rows: {data.rows}, and --graph: a recorded step knows no positions, and "
+                f"begins where a chunk does; expected memories alone and lengths of whole "
+                f"{chunk} tokens, or one of the two options"
             )
 
     def _check_graph(self) -> None:

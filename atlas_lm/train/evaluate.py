@@ -30,8 +30,7 @@ def evaluate(
     for name, works in material.tests(config, ranks).items():
         sums, state, kinds = torch.zeros((), device=ranks.device), None, ()
         for work in works:
-            if not config.carry:
-                state = None
+            state = None if work.begins else state
             of_work, state = _sums(config, ranks, objective, work, state)
             sums, kinds = sums + of_work, tuple(work.kinds or ())
         nats, count, *answers = ranks.sum(sums).tolist()
@@ -74,7 +73,7 @@ def _sums(
     asked, wrong = [], []
     for segment in work.segments(config.segment):
         with precision(config, ranks):
-            tokens, targets, reset, _ = segment.to(ranks.device)
+            tokens, targets, reset = segment.to(ranks.device)
             made = objective(tokens, targets, state, reset, judge)
         state = made[2]
         nats, count = nats + made[0], count + made[1]

@@ -177,6 +177,10 @@ class Run:
         """This rank was told to stop."""
         self.stopping = False
         """All ranks know that one was."""
+        self.whole = True
+        """No text goes on in the next step but with memories that are saved."""
+        self.unsaved = False
+        """A checkpoint is due."""
 
     def go(self) -> Path | None:
         """All steps that are left."""
@@ -187,7 +191,7 @@ class Run:
             self._record("note", text=f"resumed from {resumed.name}")
         self.clock = Clock(self.progress.seconds)
         with self._listening():
-            while self.progress.step < self.config.steps and not self.stopping:
+            while self.progress.step < self.config.steps and not (self.stopping and self.whole):
                 self._step()
         if self.progress.step < self.config.steps:
             raise KeyboardInterrupt(
@@ -246,8 +250,11 @@ class Run:
         with self.clock.paused():
             if last or _due(step, config.evaluate_every):
                 figures = self._evaluate()
-            if last or self.stopping or _due(step, config.checkpoint_every):
+            self.whole = work.ends or config.carry
+            self.unsaved |= last or self.stopping or _due(step, config.checkpoint_every)
+            if self.unsaved and self.whole:
                 self._save(figures.get("loss"))
+                self.unsaved = False
 
     def _log(self, work: Work, rate: float, norm: float) -> None:
         speed = self.clock.lap()

@@ -2,7 +2,9 @@
 for than to run, and here they are asked for once.
 
 A graph is of one shape of rows. What is different from step to step lies in tensors that stay where
-they are: tokens, targets, where those stand, and by what the loss is divided.
+they are: tokens, targets, where those stand, by what the loss is divided, and memories that go on.
+How many tokens those have read is always the same to a graph: what counts is where in a chunk it
+begins, and the config sees to it that this is at its beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch.nn.functional import pad
 
 from atlas_lm.cuda_graph import recording, warm_up
 from atlas_lm.models.lm import NO_TARGET, ModelState
-from atlas_lm.ops.host import kept_on_device
+from atlas_lm.ops.host import kept_on_device, remember
 from atlas_lm.ops.validation import looks_at_values
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.ranks import Ranks
@@ -53,14 +55,23 @@ class RecordedGradients(Gradients):
         room = LEAST_TARGETS
         while room < len(places):
             room *= 2
-        key = *work.tokens.shape, room
+        key = *work.tokens.shape, room, work.begins
+        state = None if work.begins else self.carried[0]
         if key not in self._recordings:
-            self._recordings[key] = _Recording(self, work, room, self._pool)
-        return self._recordings[key](work, places), [None]
+            self._recordings[key] = _Recording(self, work, room, self._pool, state)
+        loss, after = self._recordings[key](work, places, state)
+        return loss, [None if work.ends else after]
 
 
 class _Recording:
-    def __init__(self, gradients: RecordedGradients, work: Work, room: int, pool: Any):
+    def __init__(
+        self,
+        gradients: RecordedGradients,
+        work: Work,
+        room: int,
+        pool: Any,
+        state: ModelState | None,
+    ):
         device = gradients.ranks.device
         self.config, self.ranks = gradients.config, gradients.ranks
         self.objective, self.room = gradients.objective, room
@@ -68,6 +79,7 @@ class _Recording:
         self.targets = torch.zeros(room, dtype=torch.int64, device=device)
         self.places = torch.zeros(room, dtype=torch.int64, device=device)
         self.share = torch.ones((), device=device)
+        self.before = None if state is None else state.clone()
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         self.kept: dict[Any, Tensor] = {}
         """What the graph reads besides."""
@@ -77,10 +89,12 @@ class _Recording:
             warm_up(self._step)
             self._forget()
             with recording(self.graph, pool):
-                self.loss = self._step()
+                self.loss, self.after = self._step()
         self.grads = [p.grad for p in self.parameters]
 
-    def __call__(self, work: Work, places: Tensor) -> Tensor:
+    def __call__(
+        self, work: Work, places: Tensor, state: ModelState | None
+    ) -> tuple[Tensor, ModelState]:
         wanted, more = work.targets.flatten()[places], self.room - len(places)
         for mine, given in (
             (self.tokens, work.tokens),
@@ -88,18 +102,34 @@ class _Recording:
             (self.targets, pad(wanted, (0, more), value=NO_TARGET)),
         ):
             mine.copy_(given.pin_memory(), non_blocking=True)
+        if self.before is not None and state is not None:
+            given = state.tensors()
+            for name, mine in self.before.tensors().items():
+                mine.copy_(given[name])
         self.share.fill_(len(places))
         self.graph.replay()
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
-        return self.loss
+        return self.loss, self.after
 
-    def _step(self) -> Tensor:
+    def _step(self) -> tuple[Tensor, ModelState]:
         with precision(self.config, self.ranks):
-            nats, _, _ = self.objective(self.tokens, self.targets, places=self.places)
+            nats, _, after = self.objective(
+                self.tokens, self.targets, self._begun(), places=self.places
+            )
         loss = nats / self.share
         loss.backward()
-        return loss.detach()
+        return loss.detach(), after.detach()
+
+    def _begun(self) -> ModelState | None:
+        """The memories, of which the host knows that they have read some whole chunks."""
+        return None if self.before is None else self.before.map(self._at_a_chunk)
+
+    def _at_a_chunk(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor
+        read = torch.full(tensor.shape, self.tokens.shape[1], dtype=tensor.dtype)
+        return remember(torch.full_like(tensor, self.tokens.shape[1]), read)
 
     def _forget(self) -> None:
         for parameter in self.parameters:

@@ -40,8 +40,7 @@ def signals(
     for number, block in enumerate(model.blocks):
         hooks += _watch_memory(block.mixer, number, seen)
         hooks += _watch_branches(block, number, seen)
-    row = Work(*(None if part is None else part[:1, :TOKENS] for part in work))  # pyright: ignore[reportArgumentType]
-    tokens, targets, reset, _ = row.to(ranks.device)
+    tokens, targets, reset = work.rows(0, 1).segments(TOKENS)[0].to(ranks.device)
     try:
         # on a CPU, operations refuse numbers that are none; it is the step that tells of them
         with eagerly(objective), precision(config, ranks), suppress(ValueError):

@@ -50,6 +50,10 @@ class Work(NamedTuple):
     """`[b t]`: a document begins; None: nowhere but at the first token."""
     kinds: Mapping[str, Tensor] | None = None
     """`[b t]`: the targets of each kind that is evaluated by itself too."""
+    begins: bool = True
+    """False: memories go on from those of the step before."""
+    ends: bool = True
+    """False: those of the next step do."""
 
     def rows(self, begin: int, end: int) -> Work:
         reset = None if self.reset is None else self.reset[begin:end]
@@ -63,14 +67,14 @@ class Work(NamedTuple):
         resets = [None] * len(tokens) if self.reset is None else self.reset.split(length, 1)
         return [Work(*parts) for parts in zip(tokens, targets, resets, strict=True)]
 
-    def to(self, device: torch.device) -> Work:
-        """There; to a GPU without waiting for it. Resets that are nowhere are left out."""
+    def to(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, targets and resets there; to a GPU without waiting for it. Resets that are
+        nowhere are left out."""
         reset = self.reset if self.reset is not None and self.reset.any() else None
-        parts = (self.tokens, self.targets, reset)
         if device.type == "cpu":
-            return Work(*parts)  # pyright: ignore[reportArgumentType]
-        moved = (None if p is None else to_device(p.pin_memory(), device) for p in parts)
-        return Work(*moved)  # pyright: ignore[reportArgumentType]
+            return self.tokens, self.targets, reset
+        tokens, targets = (to_device(x.pin_memory(), device) for x in (self.tokens, self.targets))
+        return tokens, targets, None if reset is None else to_device(reset.pin_memory(), device)
 
 
 Tests = Mapping[int | str, Iterator[Work]]
@@ -268,7 +272,9 @@ class TextSource:
         reset = batch.reset[:, :-1].clone()
         if not self.carry:
             reset[:, 0] = False  # the memory is new anyway
-        return Work(batch.tokens[:, :-1], batch.tokens[:, 1:], reset)
+        whole = not self.carry
+        tokens = batch.tokens
+        return Work(tokens[:, :-1], tokens[:, 1:], reset, begins=whole, ends=whole)
 
     def state_dict(self) -> dict[str, int]:
         return self.batches.state_dict()

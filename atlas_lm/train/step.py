@@ -34,13 +34,14 @@ class Gradients:
         total = torch.zeros((), device=self.ranks.device)
         after: list[ModelState | None] = []
         for part, (rows, state) in enumerate(zip(self._parts(work), self.carried, strict=True)):
+            state = None if work.begins else state
             segments = rows.segments(self.config.segment)
             for number, segment in enumerate(segments):
                 last = part == self.config.accumulate - 1 and number == len(segments) - 1
                 with adding_up(self.objective, last):
                     nats, state = self._segment(segment, state, share)
                 total += nats
-            after.append(state if self.config.carry else None)
+            after.append(None if work.ends else state)
         return total, after
 
     def _parts(self, work: Work) -> list[Work]:
@@ -50,7 +51,7 @@ class Gradients:
     def _segment(
         self, work: Work, state: ModelState | None, share: float
     ) -> tuple[Tensor, ModelState]:
-        tokens, targets, reset, _ = work.to(self.ranks.device)
+        tokens, targets, reset = work.to(self.ranks.device)
         with precision(self.config, self.ranks):
             nats, _, after = self.objective(tokens, targets, state, reset)
         loss = nats / share
