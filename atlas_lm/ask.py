@@ -210,12 +210,17 @@ def continuation(tokenizer: Tokenizer, prompt: str, text: str) -> list[int]:
 
     By itself a text may have other ids: some tokenizers put a space before whatever comes first.
     """
+    return continued(tokenizer, prompt, text)[1]
+
+
+def continued(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[list[int], list[int]]:
+    """Ids of the prompt, and of the text after it."""
     before, both = tokenizer.encode(prompt), tokenizer.encode(prompt + text)
     joined = both[: len(before)] == before
     ids = both[len(before) :] if joined else tokenizer.encode(text)
     if not ids:
         raise ValueError(f"{text!r}: no token of this tokenizer is left of it")
-    return ids
+    return before, ids
 
 
 @torch.no_grad()

@@ -301,7 +301,8 @@ def _some(
     capital: bool = False,
 ) -> list[str]:
     """Different words, some of them strange."""
-    found = [known[int(i)] for i in draw.choice(len(known), count, replace=False)]
+    order: list[int] = draw.permutation(len(known)).tolist()
+    found = [known[i] for i in order[:count]]
     if words.share and words.strange:
         for i in np.flatnonzero(draw.random(count) < words.share).tolist():
             word = words.strange_word(draw)

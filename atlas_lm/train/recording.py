@@ -25,6 +25,7 @@ from atlas_lm.train.sources import Work
 from atlas_lm.train.step import Gradients, precision
 
 LEAST_TARGETS = 256
+"""There is room for so many, or four times as many, and so on: a graph takes seconds to record."""
 
 
 def check_recording(config: TrainConfig, ranks: Ranks) -> None:
@@ -54,7 +55,7 @@ class RecordedGradients(Gradients):
         places = (work.targets.flatten() != NO_TARGET).nonzero()[:, 0]
         room = LEAST_TARGETS
         while room < len(places):
-            room *= 2
+            room *= 4
         key = *work.tokens.shape, room, work.begins
         state = None if work.begins else self.carried[0]
         if key not in self._recordings:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atlas_lm.ask import continuation
+from atlas_lm.ask import continued
 from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, question, story
 from atlas_lm.demo.words import Words
 from atlas_lm.models.lm import NO_TARGET
@@ -107,6 +107,8 @@ class Book:
                 size, seed, step * ROWS + number, draw, earlier
             )
             room = length + 1 - sum(len(said.tokens) for said in (*placed, *at_end))
+            while room < length * BACKGROUND and len(at_end) > 1:
+                room += len(at_end.pop().tokens)
             if room >= length * BACKGROUND or (size.half == size and room >= 0):
                 break
             if size.half == size:
@@ -248,9 +250,8 @@ class Book:
     def _question(self, asked: Asked) -> Said:
         """As `atlas_lm.ask` reads it."""
         prompt = TASK.prompt(asked.question)
-        answer = continuation(self.tokenizer, prompt, TASK.completion(asked.answer))
-        tokens = np.asarray([*self.tokenizer.encode(prompt), *answer], np.int64)
-        return Said(tokens, asked.kind, len(answer))
+        before, answer = continued(self.tokenizer, prompt, TASK.completion(asked.answer))
+        return Said(np.asarray([*before, *answer], np.int64), asked.kind, len(answer))
 
     def _filled(
         self,
