@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from atlas_lm import RULES, Gates
+from atlas_lm import RULES
 from atlas_lm.cuda_graph import recording, warm_up
-from atlas_lm.ops.decay import decay, spread
+from atlas_lm.ops.chunked import Mixing
 from atlas_lm.ops.gradients import pair_gradients
 from atlas_lm.ops.host import kept_on_device
 from atlas_lm.ops.networks import Frozen, Lin, fast_at_first, network_of, slow_of
 from atlas_lm.ops.precision import product_for, state_dtype
+from atlas_lm.ops.segments import Inputs
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Weights
 from atlas_lm.testing import Example, example
@@ -191,40 +192,34 @@ def with_matrices(made: Example) -> Tensor:
         q, k, v = (x.to(state_dtype(dtype)) for x in (part.q, part.k, part.v))
         anchor = Frozen({n: w[:, :, 0] for n, w in states.items()}, slow, product_for(dtype))
         xs, us = pair_gradients(rule, anchor, k, k, v, None)
-        every, last = mixing_of(part.gates)
+        every, last = mixing_of(part)
         own = {}
         for n, w in states.items():
             pairs = us[n].to(dtype).unsqueeze(-1) * xs[n].to(dtype).unsqueeze(-2)
-            own[n] = every.mixed(w.to(dtype), pairs)
-            states[n] = last.mixed(w, pairs)
+            own[n] = mixed(*every, w.to(dtype), pairs)
+            states[n] = mixed(*last, w, pairs)
         outputs.append(network_of(rule)(OwnWeights(own, slow), q, q).transpose(1, 2))
     return torch.cat(outputs, 1).to(dtype)
 
 
-class Mixing(NamedTuple):
-    """How much of what is in n matrices: `[b h n 2]` and `[b h n pairs]`."""
+def mixing_of(part: Example) -> tuple[tuple[Tensor, Tensor], ...]:
+    """How much of W and S, `[b h n 2]`, and of each pair, `[b h n pairs]`, is in W at every token,
+    and in W and S after the last. Everything by head, gates `[b h t]`."""
+    keep, rate, theta, importance, *_ = part.gates
+    mixing = Mixing.of(
+        Inputs(part.q, part.k, part.v, None, keep, rate, theta, importance, filled=None)
+    )
+    assert mixing.carried is not None
+    of_pairs, of_states = mixing.steps()
+    every = torch.stack([mixing.kept, mixing.carried], -1), mixing.share
+    return every, (of_states, of_pairs.mT)
 
-    of_states: Tensor
-    of_pairs: Tensor
 
-    def mixed(self, states: Tensor, pairs: Tensor) -> Tensor:
-        """`[b h n out in]`, in the dtype of the states."""
-        written = self.of_pairs.to(pairs.dtype) @ pairs.flatten(-2)
-        kept = self.of_states.to(states.dtype) @ states.flatten(-2)
-        return (kept + written).unflatten(-1, pairs.shape[-2:])
-
-
-def mixing_of(gates: Gates) -> tuple[Mixing, Mixing]:
-    """For W at every token, and for W and S after the last. Gates by head, `[b h t]`."""
-    assert gates.momentum is not None
-    kept, steps = decay(gates.retention)
-    momentum_kept, lasting = decay(gates.momentum)
-    push = spread(lasting, gates.importance * -gates.rate.unsqueeze(-1))
-    carried = (steps @ momentum_kept.unsqueeze(-1)).squeeze(-1)
-    of_w = Mixing(torch.stack([kept, carried], -1), steps @ push)
-    of_s = Mixing(torch.stack([torch.zeros_like(kept), momentum_kept], -1), push)
-    ends = ([w[..., -1, :], s[..., -1, :]] for w, s in zip(of_w, of_s, strict=True))
-    return of_w, Mixing(*(torch.stack(both, -2) for both in ends))
+def mixed(of_states: Tensor, of_pairs: Tensor, states: Tensor, pairs: Tensor) -> Tensor:
+    """n matrices `[b h n out in]`, in the dtype of the states."""
+    written = of_pairs.to(pairs.dtype) @ pairs.flatten(-2)
+    kept = of_states.to(states.dtype) @ states.flatten(-2)
+    return (kept + written).unflatten(-1, pairs.shape[-2:])
 
 
 class OwnWeights(Lin):

@@ -32,6 +32,7 @@ __all__ = [
     "Words",
     "code_question",
     "demo_story",
+    "last_told",
     "parse",
     "place_question",
     "question",
@@ -117,7 +118,7 @@ def story(
     facts = _facts(part, things, people[:movers], moves, words, draw)
     asked = [
         _asked(part, fact.kind, fact.subject, fact.value, i, words, draw)
-        for i, fact in sorted(_last(facts).values(), key=lambda pair: pair[1].kind == "place")
+        for i, fact in sorted(last_told(facts).values(), key=lambda pair: pair[1].kind == "place")
     ]
     for kind, subject in _never_told(unknown, things, people[movers:], words, draw):
         asked.append(_asked(part, kind, subject, NOT_TOLD, None, words, draw))
@@ -220,8 +221,8 @@ def _facts(
     return facts
 
 
-def _last(facts: Sequence[Fact]) -> dict[tuple[str, str], tuple[int, Fact]]:
-    """The fact that counts, of every subject."""
+def last_told(facts: Sequence[Fact]) -> dict[tuple[str, str], tuple[int, Fact]]:
+    """The fact that counts, by kind and subject, and its number."""
     return {(fact.kind, fact.subject): (i, fact) for i, fact in enumerate(facts)}
 
 

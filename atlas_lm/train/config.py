@@ -172,7 +172,8 @@ class StoryData:
     """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
     rows: int = 1
     """Rows of a text, in steps that follow each other, once all lengths have come in: memories go
-    on, and what an earlier row told is asked too. Gradients end where a row ends."""
+    on, and what an earlier row told is asked too. Gradients end where a row ends; a run is saved,
+    and stops, where texts do."""
     growing: float = 0.0
     """Part of the steps over which lengths come in one after the other, the shortest first."""
     longer: tuple[int, ...] = ()

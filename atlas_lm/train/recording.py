@@ -56,8 +56,8 @@ class RecordedGradients(Gradients):
         room = LEAST_TARGETS
         while room < len(places):
             room *= 4
-        key = *work.tokens.shape, room, work.begins
         state = None if work.begins else self.carried[0]
+        key = *work.tokens.shape, room, state is None
         if key not in self._recordings:
             self._recordings[key] = _Recording(self, work, room, self._pool, state)
         loss, after = self._recordings[key](work, places, state)

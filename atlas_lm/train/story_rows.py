@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atlas_lm.ask import continued
-from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, question, story
+from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, last_told, question, story
 from atlas_lm.demo.words import Words
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.haystack import Haystack
@@ -221,8 +221,7 @@ class Book:
         """In any order."""
         known = [asked for asked in told.asked if asked.fact is not None]
         left = count - len(never)
-        before = int(draw.binomial(left, OLDER)) if older else 0
-        before = max(before, left - len(known)) if older else 0
+        before = max(int(draw.binomial(left, OLDER)), left - len(known)) if older else 0
         some = draw.permutation(len(known))[: left - before]
         chosen = [*never, *(known[i] for i in some.tolist())]
         chosen += [self._once_more(older, draw) for _ in range(before)]
@@ -286,10 +285,8 @@ class Book:
 
 def _still_true(earlier: Sequence[Fact], now: Sequence[Fact]) -> list[Fact]:
     """What was told last of every subject of which nothing is told now."""
-    last = {(fact.kind, fact.subject): fact for fact in earlier}
-    for fact in now:
-        last.pop((fact.kind, fact.subject), None)
-    return list(last.values())
+    changed = last_told(now)
+    return [fact for about, (_, fact) in last_told(earlier).items() if about not in changed]
 
 
 def _of(asked: Asked, facts: Sequence[Fact]) -> bool:
