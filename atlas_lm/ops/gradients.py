@@ -141,8 +141,8 @@ class _GeluAndSlope(torch.autograd.Function):
 
 def curvature(z: Tensor) -> Tensor:
     """The second derivative of gelu."""
-    density = torch.addcmul(z.new_tensor(-0.9189385332046727), z, z, value=-0.5).exp_()
-    return density.mul_(torch.addcmul(z.new_tensor(2.0), z, z, value=-1))
+    density = torch.addcmul(z.new_full((), -0.9189385332046727), z, z, value=-0.5).exp_()
+    return density.mul_(torch.addcmul(z.new_full((), 2.0), z, z, value=-1))
 
 
 def hides_parameters(

@@ -1,7 +1,8 @@
 """Causal convolution, SiLU and unit norm of a projection, in one pass forward and one backward.
 
-A tile is one head of q, of k or of v over a block of tokens. Backward computes everything again
-from the projection, and passes gradients from token to token through a room of its own.
+Forward, a tile is one head of q, of k or of v over a block of tokens. Backward computes everything
+again from the projection, token by token over a span: what a token has of those before it and gives
+them lies in registers.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -18,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MOST_TAPS = 8
-"""The widest convolution; a block of tokens is longer."""
+"""The widest convolution, whose tokens backward have room in the registers."""
 EPS = 1e-6
-MOST_REGISTERS = 128
-"""Of a thread backward: twice as many threads run at once, and nothing spills."""
+SPAN = 64
+"""Tokens of a program backward."""
 
 
 @triton.jit
@@ -112,86 +113,98 @@ def _through_silu(y, d_out, eps, UNIT: tl.constexpr):
     gate = tl.sigmoid(y)
     if UNIT:
         s = y * gate
-        scale = tl.rsqrt(tl.sum(s * s, 1) + eps)[:, None]
-        along = tl.sum(s * d_out, 1)[:, None]
-        d_out = scale * (d_out - s * (scale * scale * along))
+        scale = tl.rsqrt(tl.sum(s * s, 0) + eps)
+        d_out = scale * (d_out - s * (scale * scale * tl.sum(s * d_out, 0)))
     return d_out * gate * (1 + y * (1 - gate))
 
 
 @triton.jit
+def _token(mixed, tail, i, start, t, inside, C: tl.constexpr, TAPS: tl.constexpr):
+    """The channels of the token i after the start, which may be one of the tail."""
+    token = start + i
+    x = tl.load(mixed + i * C, mask=(token >= 0) & (token < t) & inside, other=0.0)
+    before = (token < 0) & (token > -TAPS) & inside
+    return (x + tl.load(tail + i * C, mask=before, other=0.0)).to(tl.float32)
+
+
+@triton.jit
+def _gradient(d_out, i, start, t, inside, WIDTH: tl.constexpr):
+    here = (start + i >= 0) & (start + i < t) & inside
+    return tl.load(d_out + i * WIDTH, mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _backward_part(
-    d_out, mixed, tail, weight, d_mixed, d_tail, sums, room, first, start, t, eps,
-    UNIT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
-    C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    d_out, mixed, tail, weight, d_mixed, d_tail, sums, start, t, eps, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward_part`; the last TAPS - 1 tokens are there for those before them only."""
-    place, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, PAD)[None, :]
-    inside, token, channel = column < D, start + place, first + column
-    at, own = place * C + channel, place < BLOCK - TAPS + 1
-    y = _convolved(mixed, tail, weight, at, token, start, t, inside, channel, C, TAPS)
-    d_out = _tile(d_out, place * WIDTH + column, token, t, inside)
-    d_y = _through_silu(y, d_out, eps, UNIT)
-    # the last tile's reads of the room are over, and this one's writes before its reads
-    tl.debug_barrier()
-    tl.store(room + place * PAD + column, d_y)
-    tl.debug_barrier()
-    x = _tile(mixed, at, token, t, inside & own)
-    if start < 0:
-        x += _tail_tile(tail, at, token, inside & own, TAPS)
-    d_x = tl.zeros((BLOCK, PAD), tl.float32)
+    """A head, token by token; the TAPS - 1 tokens after its span are there for those in it."""
+    column = tl.arange(0, PAD)
+    inside = column < D
+    d_out, mixed, tail, weight = d_out + column, mixed + column, tail + column, weight + column
+    d_mixed, d_tail, sums = d_mixed + column, d_tail + column, sums + column
+    none = tl.zeros((PAD,), tl.float32)
+    # of the last TAPS tokens, the newest first: what they are, and their gradients so far
+    xs, d_xs, ws, d_ws = (), (), (), ()
     for back in tl.static_range(TAPS):
-        later = d_y
-        if back > 0:
-            later = tl.load(room + (place + back) * PAD + column, mask=own, other=0.0)
-        w = tl.load(weight + back * C + channel, mask=inside, other=0.0).to(tl.float32)
-        d_x += w * later
-        here = tl.arange(0, PAD)
-        tl.store(sums + back * C + first + here, tl.sum(x * later, 0), mask=here < D)
-    here = (token >= 0) & (token < t) & inside & own
-    tl.store(d_mixed + at, d_x.to(d_mixed.dtype.element_ty), mask=here)
-    if start < 0:
-        before = (token < 0) & inside & own
-        tl.store(d_tail + at, d_x.to(d_tail.dtype.element_ty), mask=before)
+        xs += (_token(mixed, tail, -1 - back, start, t, inside, C, TAPS),)
+        ws += (tl.load(weight + back * C, mask=inside, other=0.0).to(tl.float32),)
+        d_xs, d_ws = d_xs + (none,), d_ws + (none,)
+    # one token ahead, so that its loads are not waited for
+    x = _token(mixed, tail, 0, start, t, inside, C, TAPS)
+    d_ahead = _gradient(d_out, 0, start, t, inside, WIDTH)
+    for i in range(SPAN + TAPS - 1):
+        xs, d = (x,) + xs[:-1], d_ahead
+        x = _token(mixed, tail, i + 1, start, t, inside, C, TAPS)
+        d_ahead = _gradient(d_out, i + 1, start, t, inside, WIDTH)
+        y = none
+        for back in tl.static_range(TAPS):
+            y += ws[back] * xs[back]
+        d_y = _through_silu(y, d, eps, UNIT)
+        own = tl.where(i < SPAN, d_y, 0.0)
+        later, d_xs, sofar, d_ws = (none,) + d_xs[:-1], (), d_ws, ()
+        for back in tl.static_range(TAPS):
+            d_xs += (later[back] + ws[back] * d_y,)
+            d_ws += (sofar[back] + xs[back] * own,)
+        done = i - TAPS + 1
+        here = (done >= 0) & (start + done < t) & inside
+        whole = d_xs[TAPS - 1].to(d_mixed.dtype.element_ty)
+        tl.store(d_mixed + done * C, whole, mask=here & (start + done >= 0))
+        tl.store(d_tail + done * C, whole, mask=here & (start + done < 0))
+    for back in tl.static_range(TAPS):
+        tl.store(sums + back * C, d_ws[back], mask=inside)
 
 
-@triton.jit(do_not_specialize=["t", "blocks", "tiles"])
+@triton.jit(do_not_specialize=["t", "spans"])
 def backward_kernel(
-    d_q, d_k, d_v, mixed, tail, weight, d_mixed, d_tail, sums, room, t, blocks, tiles, eps,
+    d_q, d_k, d_v, mixed, tail, weight, d_mixed, d_tail, sums, t, spans, eps,
     HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr,
-    PAD_V: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    PAD_V: tl.constexpr, TAPS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = HEADS * D_K
     V: tl.constexpr = HEADS * D_V
     C: tl.constexpr = 2 * K + V
-    ROOM: tl.constexpr = BLOCK * (PAD_K if PAD_K > PAD_V else PAD_V)
-    room += tl.program_id(0).to(tl.int64) * ROOM
-    # few programs with many tiles each, so that their rooms stay in the cache; one stage, because
-    # loads of the next tile's room must not be moved before the barriers
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
-        head, part, block, row = _placed(tile, blocks, HEADS)
-        # the first block begins with the tail, which has gradients too
-        start = block * (BLOCK - TAPS + 1) - (TAPS - 1)
-        begin = row * t + start
-        in_tail = (row * (TAPS - 1) + TAPS - 1 + start) * C
-        here = sums + (row * blocks + block) * TAPS * C
-        if part == 0:
-            _backward_part(
-                d_q + begin * K + head * D_K, mixed + begin * C, tail + in_tail, weight,
-                d_mixed + begin * C, d_tail + in_tail, here, room, head * D_K, start, t, eps,
-                True, K, D_K, PAD_K, C, TAPS, BLOCK,
-            )  # fmt: skip
-        elif part == 1:
-            _backward_part(
-                d_k + begin * K + head * D_K, mixed + begin * C, tail + in_tail, weight,
-                d_mixed + begin * C, d_tail + in_tail, here, room, K + head * D_K, start, t, eps,
-                True, K, D_K, PAD_K, C, TAPS, BLOCK,
-            )  # fmt: skip
-        else:
-            _backward_part(
-                d_v + begin * V + head * D_V, mixed + begin * C, tail + in_tail, weight,
-                d_mixed + begin * C, d_tail + in_tail, here, room, 2 * K + head * D_V, start, t,
-                eps, False, V, D_V, PAD_V, C, TAPS, BLOCK,
-            )  # fmt: skip
+    head, part, span, row = _placed(tl.program_id(0), spans, HEADS)
+    # the first span begins with the tail, which has gradients too
+    start = span * SPAN - (TAPS - 1)
+    first = part * K + head * tl.where(part == 2, D_V, D_K)
+    begin = row * t + start
+    mixed, d_mixed = mixed + begin * C + first, d_mixed + begin * C + first
+    # the tail's address if it went on to here
+    in_tail = (row * (TAPS - 1) + span * SPAN) * C + first
+    tail, d_tail = tail + in_tail, d_tail + in_tail
+    sums += (row * spans + span) * TAPS * C + first
+    weight += first
+    if part == 0:
+        _backward_part(d_q + begin * K + head * D_K, mixed, tail, weight, d_mixed, d_tail, sums,
+                       start, t, eps, True, K, D_K, PAD_K, C, TAPS, SPAN)  # fmt: skip
+    elif part == 1:
+        _backward_part(d_k + begin * K + head * D_K, mixed, tail, weight, d_mixed, d_tail, sums,
+                       start, t, eps, True, K, D_K, PAD_K, C, TAPS, SPAN)  # fmt: skip
+    else:
+        _backward_part(d_v + begin * V + head * D_V, mixed, tail, weight, d_mixed, d_tail, sums,
+                       start, t, eps, False, V, D_V, PAD_V, C, TAPS, SPAN)  # fmt: skip
 
 
 class _ConvSiluUnit(torch.autograd.Function):
@@ -204,11 +217,12 @@ class _ConvSiluUnit(torch.autograd.Function):
         q = torch.empty(batch, t, heads, d_k, dtype=mixed.dtype, device=mixed.device)
         k = torch.empty_like(q)
         v = torch.empty(batch, t, heads, d_v, dtype=mixed.dtype, device=mixed.device)
-        fixed = _fixed(heads, d_k, d_v, weight.shape[0])
-        blocks = triton.cdiv(t, fixed["BLOCK"])
+        block = _block(d_k, d_v)
+        fixed = _fixed(heads, d_k, d_v, weight.shape[0]) | {"BLOCK": block}
+        blocks = triton.cdiv(t, block)
         launch(
             forward_kernel, 3 * heads * blocks * batch, mixed, tail, weight, q, k, v, t, blocks,
-            EPS, **fixed, num_warps=_warps(fixed, 1024),
+            EPS, **fixed, num_warps=_forward_warps(fixed),
         )  # fmt: skip
         return q, k, v
 
@@ -218,18 +232,15 @@ class _ConvSiluUnit(torch.autograd.Function):
         mixed, tail, weight = ctx.saved_tensors
         heads, d_k, d_v = ctx.sizes
         (batch, t, channels), taps = mixed.shape, weight.shape[0]
-        fixed = _fixed(heads, d_k, d_v, taps)
-        blocks = triton.cdiv(t + taps - 1, fixed["BLOCK"] - taps + 1)
-        tiles = 3 * heads * blocks * batch
-        programs = min(tiles, _programs(mixed.device))
+        fixed = _fixed(heads, d_k, d_v, taps) | {"SPAN": SPAN}
+        spans = triton.cdiv(t + taps - 1, SPAN)
         d_mixed, d_tail = torch.empty_like(mixed), torch.empty_like(tail)
         wide: Any = {"dtype": torch.float32, "device": mixed.device}
-        sums = torch.empty(batch * blocks, taps, channels, **wide)
-        room = torch.empty(programs, fixed["BLOCK"] * max(fixed["PAD_K"], fixed["PAD_V"]), **wide)
+        sums = torch.empty(batch * spans, taps, channels, **wide)
         launch(
-            backward_kernel, programs, *(g.contiguous() for g in grads), mixed, tail, weight,
-            d_mixed, d_tail, sums, room, t, blocks, tiles, EPS, **fixed,
-            num_warps=_warps(fixed, 512), maxnreg=MOST_REGISTERS,
+            backward_kernel, 3 * heads * spans * batch, *(g.contiguous() for g in grads), mixed,
+            tail, weight, d_mixed, d_tail, sums, t, spans, EPS, **fixed,
+            num_warps=_backward_warps(fixed),
         )  # fmt: skip
         return d_mixed, d_tail, sums.sum(0).to(weight.dtype), None, None, None
 
@@ -241,30 +252,24 @@ def launch(kernel: Any, programs: int, first: Tensor, *others: Any, **options: A
 
 
 def _fixed(heads: int, d_k: int, d_v: int, taps: int) -> dict[str, int]:
-    """The compile-time sizes of both kernels."""
-    pad_k, pad_v = triton.next_power_of_2(d_k), triton.next_power_of_2(d_v)
-    block = min(64, max(16, 4096 // max(pad_k, pad_v)))
-    return {
-        "HEADS": heads,
-        "D_K": d_k,
-        "D_V": d_v,
-        "PAD_K": pad_k,
-        "PAD_V": pad_v,
-        "TAPS": taps,
-        "BLOCK": block,
-    }
+    """The compile-time sizes that both kernels have."""
+    pads = {"PAD_K": triton.next_power_of_2(d_k), "PAD_V": triton.next_power_of_2(d_v)}
+    return {"HEADS": heads, "D_K": d_k, "D_V": d_v, **pads, "TAPS": taps}
 
 
-def _warps(fixed: dict[str, int], each: int) -> int:
-    """For `each` numbers of the largest tile a warp."""
-    return min(16, max(4, fixed["BLOCK"] * max(fixed["PAD_K"], fixed["PAD_V"]) // each))
+def _block(d_k: int, d_v: int) -> int:
+    """Tokens of a tile forward."""
+    return min(64, max(16, 4096 // triton.next_power_of_2(max(d_k, d_v))))
 
 
-def _programs(device: torch.device) -> int:
-    """How many fill the device; a few in the interpreter, where each then has several tiles."""
-    if device.type != "cuda":
-        return 4
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+def _forward_warps(fixed: dict[str, int]) -> int:
+    """One for 1,024 numbers of the largest tile."""
+    return min(16, max(4, fixed["BLOCK"] * max(fixed["PAD_K"], fixed["PAD_V"]) // 1024))
+
+
+def _backward_warps(fixed: dict[str, int]) -> int:
+    """Four channels a thread: what a thread keeps of the last tokens has room in its registers."""
+    return max(1, max(fixed["PAD_K"], fixed["PAD_V"]) // 128)
 
 
 def conv_silu_unit(
@@ -292,26 +297,27 @@ def conv_silu_unit(
 def _kernels(d_k: int) -> list[dict[str, Any]]:
     """At 16 heads, values of 64 and 4 taps, in bfloat16 with float32 weights."""
     fixed = _fixed(16, d_k, 64, 4)
+    forward, backward = fixed | {"BLOCK": _block(d_k, 64)}, fixed | {"SPAN": SPAN}
     tensors = {"mixed": "*bf16", "tail": "*bf16", "weight": "*fp32"}
-    sizes = {"t": "i32", "blocks": "i32"}
-    end = {"eps": "fp32"} | dict.fromkeys(fixed, "constexpr")
     out = dict.fromkeys(("q", "k", "v"), "*bf16")
     d_out = dict.fromkeys(("d_q", "d_k", "d_v"), "*bf16")
-    made = {"d_mixed": "*bf16", "d_tail": "*bf16", "sums": "*fp32", "room": "*fp32"}
+    made = {"d_mixed": "*bf16", "d_tail": "*bf16", "sums": "*fp32"}
+    sizes = {"t": "i32", "blocks": "i32", "eps": "fp32"} | dict.fromkeys(forward, "constexpr")
+    spans = {"t": "i32", "spans": "i32", "eps": "fp32"} | dict.fromkeys(backward, "constexpr")
     return [
         {
             "name": f"short_conv.forward d_k={d_k}",
             "fn": forward_kernel,
-            "signature": tensors | out | sizes | end,
-            "constexprs": fixed,
-            "num_warps": _warps(fixed, 1024),
+            "signature": tensors | out | sizes,
+            "constexprs": forward,
+            "num_warps": _forward_warps(forward),
         },
         {
             "name": f"short_conv.backward d_k={d_k}",
             "fn": backward_kernel,
-            "signature": d_out | tensors | made | sizes | {"tiles": "i32"} | end,
-            "constexprs": fixed,
-            "num_warps": _warps(fixed, 512),
+            "signature": d_out | tensors | made | spans,
+            "constexprs": backward,
+            "num_warps": _backward_warps(backward),
         },
     ]
 
