@@ -25,31 +25,35 @@ def rows():
 
 @pytest.mark.parametrize("rule", [*RULES, "swa"])
 def test_open_gates_cost_their_price(rule):
-    """Half open to begin with, whatever the rule makes of it; nothing where nothing is learned."""
+    """Half open to begin with, whatever the rule makes of it, and where forgetting is learned a
+    tenth of what is asked for; nothing where nothing is learned."""
     model = made(rule)
     free, dear = NextToken(model), NextToken(model, price=2.0)
     nats, count, _ = free(*rows())
     paid, *_ = dear(*rows())
     opening = 0.0 if rule == "swa" else 0.5
+    opening += 0.1 if rule in RULES and RULES[rule].retention == "learned" else 0.0
     assert (paid - nats).item() == pytest.approx(2.0 * float(count) * opening, rel=0.1)
     with torch.no_grad():
         assert torch.equal(dear(*rows())[0], free(*rows())[0])
 
 
-def closed_part(model: LanguageModel) -> float:
-    """Of all gates of these rows, how many are closed exactly."""
+def closed_parts(model: LanguageModel) -> tuple[float, float]:
+    """Of all gates of these rows, how many write nothing and how many forget nothing, exactly."""
     found = []
     for part in model.modules():
         if isinstance(part, GateMaps):
-            part.register_forward_hook(lambda _m, _i, gates: found.append(gates.rate))
+            part.register_forward_hook(lambda _m, _i, gates: found.append(gates))
     model(rows()[0])
-    return float((torch.stack(found) == 0).float().mean())
+    written = torch.stack([gates.rate for gates in found])
+    kept = torch.stack([gates.retention for gates in found])
+    return float((written == 0).float().mean()), float((kept == 1).float().mean())
 
 
 def test_the_price_closes_gates_and_nothing_else_does():
-    closed = []
+    writing, forgetting = [], []
     for price in (0.0, 3.0):
-        model = made()
+        model = made("gated_delta_net")
         objective = NextToken(model, price=price)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(60):
@@ -57,9 +61,12 @@ def test_the_price_closes_gates_and_nothing_else_does():
             optimizer.zero_grad()
             (nats / count).backward()
             optimizer.step()
-        closed.append(closed_part(model))
-    assert closed[0] < 0.1
-    assert closed[1] > 0.5
+        for parts, part in zip((writing, forgetting), closed_parts(model), strict=True):
+            parts.append(part)
+    assert writing[0] < 0.1
+    assert writing[1] > 0.5
+    assert forgetting[0] < 0.5
+    assert forgetting[1] > 0.9
 
 
 def test_the_price_rises_from_step_to_step_and_evaluation_pays_nothing(tmp_path):

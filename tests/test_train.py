@@ -589,12 +589,23 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path):
     assert len(json.loads((tmp_path / "parts/environment.json").read_text())["resumed"]) == 2
 
 
-def test_a_run_that_is_asked_to_stop_saves_the_step(tmp_path, whole):
-    class Stopping(Killing):
-        def stepped(self, step: int) -> None:
-            if step == self.at:
-                os.kill(os.getpid(), signal.SIGINT)
+class Stopping(Killing):
+    """Twice, as `timeout` does."""
 
+    def stepped(self, step: int) -> None:
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_is_asked_to_stop_once_more_stops_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("atlas_lm.train.loop.AT_ONCE", -1.0)
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        train(recall(checkpoint_every=0), tmp_path / "stopped", watch=[Stopping(3)])
+    assert not list((tmp_path / "stopped").glob("checkpoints/*"))
+
+
+def test_a_run_that_is_asked_to_stop_saves_the_step(tmp_path, whole):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="stopped after step 4, which is saved"):
         train(recall(checkpoint_every=0), tmp_path / "stopped", watch=[Stopping(3)])

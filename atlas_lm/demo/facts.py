@@ -100,6 +100,7 @@ def story(
     moves: int,
     unknown: int,
     words: Words | None = None,
+    people: Sequence[str] = (),
 ) -> Story:
     """Story `number`, always the same.
 
@@ -107,6 +108,7 @@ def story(
     movers    people, each of whom is told to be in `moves` places one after the other
     unknown   questions about things and people that were never told
     words     None: ours
+    people    movers by name, at most so many; the others are drawn
     """
     if part not in PARTS:
         raise ValueError(f"part: {part!r}; expected {' or '.join(PARTS)}")
@@ -114,7 +116,9 @@ def story(
     _check(codes, movers, moves, unknown, words)
     draw = generator_of("demo story", part, seed, number, codes, movers, moves, unknown)
     things = _things(codes, words, draw)
-    people = _some(words.names, movers + unknown // 2, words, draw, capital=True)
+    others = [name for name in words.names if name not in people]
+    more = movers - len(people) + unknown // 2
+    people = list(dict.fromkeys([*people, *_some(others, more, words, draw, capital=True)]))
     facts = _facts(part, things, people[:movers], moves, words, draw)
     asked = [
         _asked(part, fact.kind, fact.subject, fact.value, i, words, draw)

@@ -1,7 +1,7 @@
 """Sentences that tell facts, and questions about them.
 
-What is learned with is every opening before every core, some thousand sentences of each kind, so
-that reading is learned and not a few sentences by heart; what is tested with has none of them.
+What is learned with is every opening before every core, many thousand sentences, so that reading is
+learned and not a few sentences by heart; what is tested with has none of them.
 The first of training is the plain one, for a visitor's own.
 """
 
@@ -52,6 +52,16 @@ TOLD_BEFORE = _lines("""
     Let it be known that
     It seems that
     We learned that
+    It is certain that
+    Nobody doubts that
+    Word came that
+    At first
+    On second thoughts,
+    As always,
+    And yet
+    The newspaper says that
+    You may forget that
+    In our family
     """)
 CODES = _lines("""
     the code of the {subject} is {value}.
@@ -112,6 +122,18 @@ CODES += _made(
     "code|number|cipher",
     "{value}.",
 )
+CODES += _made(
+    "if you want|whoever takes|before one moves|without|to reach|to sell|in front of|next to",
+    "the {subject}",
+    "one must say|you need|he cried|call|she wrote|there is the number|say|dial",
+    "{value}.",
+)
+CODES += _made(
+    "on the back of|at the foot of|in the middle of|at the side of|as a name for|in the case of",
+    "the {subject}",
+    "we read|is written|there was|he had cut|they chose|is the cipher",
+    "{value}.",
+)
 MOVED_BEFORE = _lines("""
     Then
     After that
@@ -133,6 +155,21 @@ MOVED_BEFORE = _lines("""
     Meanwhile
     For some reason
     Without a word
+    At first
+    At once
+    At night
+    By then
+    Years later
+    Yesterday
+    As always,
+    It is said that
+    It is certain that
+    It was feared that
+    Word came that
+    She wrote that
+    No one doubts that
+    All at once
+    Nobody knew why, but
     """)
 PLACES = _lines("""
     {subject} is in the {value}.
@@ -197,6 +234,38 @@ PLACES += _made(
     "to|into|back to|out to",
     "the {value}.",
 )
+PLACES += _made(
+    "{subject}",
+    "made his way|found her way|set out|took off|came back|moved on|got back|turned back|pushed on|"
+    "was carried off|sneaked away|drifted away|grew tired and went",
+    "to|into|towards",
+    "the {value}.",
+)
+PLACES += _made(
+    "{subject}",
+    "entered|approached|prefers|enjoys|rented|bought|decorated|attacked|rebuilt|described|discovered|"
+    "neared|circled|watched|never leaves|took|missed|holds|studied|drew|likes|won|built|kept",
+    "the {value}.",
+)
+PLACES += _made(
+    "{subject}",
+    "quietly|finally|slowly|soon|again|often|gladly|at length|twice|also",
+    "entered|walked to|came into|moved into|drove to|crossed|tried",
+    "the {value}.",
+)
+PLACES += _made(
+    "{subject}",
+    "followed|brought|led|took",
+    "her aunt|the others|a dog|two sailors",
+    "to|into",
+    "the {value}.",
+)
+PLACES += _made(
+    "the road led|business called|a storm drove|nothing but hunger sent|good news brought",
+    "{subject}",
+    "to|into|as far as|back to",
+    "the {value}.",
+)
 TOLD = {"code": (TOLD_BEFORE, CODES), "place": (MOVED_BEFORE, PLACES)}
 """Openings and cores of the sentences that are learned, by kind."""
 FACTS: Forms = {
@@ -228,6 +297,10 @@ ASKED_BEFORE = _lines("""
     Quickly:
     So,
     I ask you:
+    Come,
+    Be quick:
+    Once more:
+    Do not look it up:
     """)
 CODE_QUESTIONS = _lines("""
     what is the code of the {subject}?
@@ -254,6 +327,19 @@ CODE_QUESTIONS = _lines("""
     I need the code of the {subject}.
     what code does one need for the {subject}?
     """)
+CODE_QUESTIONS += _made(
+    "do you know|can you say|who can tell me|did he give you|show me|have you kept",
+    "the",
+    "code|number|cipher|combination",
+    "of|for|on",
+    "the {subject}?",
+)
+CODE_QUESTIONS += _made(
+    "which|what",
+    "code|number|cipher",
+    "opens|fits|stands on|goes with|is for|was that of|did they choose for|do you have for",
+    "the {subject}?",
+)
 PLACE_QUESTIONS = _lines("""
     where is {subject}?
     where is {subject} now?
@@ -276,6 +362,31 @@ PLACE_QUESTIONS = _lines("""
     in what place would I find {subject}?
     where did you see {subject}?
     """)
+PLACE_QUESTIONS += _made(
+    "where",
+    "did|does|could|might|will",
+    "{subject}",
+    "go?|go then?|go now?|live?|live today?|hide?|hide now?|sleep?|sleep tonight?|end up?|head?|"
+    "turn up again?|walk first?|go after that?",
+)
+PLACE_QUESTIONS += _made(
+    "do you know|can you say|did he say|have you heard|does anyone know",
+    "where",
+    "{subject}",
+    "is now?|went?|lives?|has gone?|could be?|might hide?|was seen?",
+)
+PLACE_QUESTIONS += _made(
+    "what|which",
+    "room|spot|building|place",
+    "did {subject} choose?|has {subject} gone to?|is {subject} in now?|holds {subject}?|"
+    "took {subject} in?|did they send {subject} to?",
+)
+PLACE_QUESTIONS += _made(
+    "where",
+    "can|may|should|must|could",
+    "I|we|she|somebody",
+    "find {subject}?|look for {subject}?|see {subject}?|wait for {subject}?|catch {subject} now?",
+)
 QUESTIONS: Forms = {
     "train": {
         "code": _sentences(ASKED_BEFORE, CODE_QUESTIONS),

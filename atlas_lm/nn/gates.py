@@ -98,6 +98,13 @@ class GateMaps(nn.Module):
             share = share / (1 - gates.momentum)
         return share
 
+    def forgetting(self, gates: Gates) -> Tensor:
+        """How much each head `[b t h]` chooses to forget, from exactly 0 to 1, which is FORGET or
+        more."""
+        if self.rule.retention != "learned":
+            return torch.zeros_like(gates.retention)
+        return ((1 - gates.retention) / FORGET).clamp(max=1)
+
     def highest_rate(self, coefficients: Tensor | None) -> Tensor | float:
         """The step that a token repeated through a whole chunk survives, given unit keys.
 

@@ -9,23 +9,32 @@ from atlas_lm.train.schedules import Schedule
 
 
 def demo() -> TrainConfig:
-    """2.8M parameters with a tokenizer of 4,096 ids, 2 to 64 facts in 256 to 65,536 tokens; by
-    bytes and in Python's own text where nothing is named:
+    """2.9M parameters with a tokenizer of 4,096 ids, 2 to 64 facts in 256 to 262,144 tokens; by bytes
+    and in Python's own text where nothing is named:
 
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
     where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. The
-    memory of a text has 0.7 MB; with --model.heads 4, --model.rule titans has 0.9 MB, atlas 0.7 MB.
+    memory of a text has 0.9 MB. What others of about that size are:
+
+        --model.rule delta_net
+        --model.rule titans --model.heads 4 --model.d-k 48 --batch 8 --steps 24000
+        --model.rule atlas --model.heads 6 --model.d-k 16 --model.d-v 32 --batch 8 --steps 24000
+        --model.rule swa --model.heads 4 --model.d-k 48 --data.rows 1
+
     The convolution reaches over a subject of several tokens and on to its value. What a fact has to
-    be found by is learned in short texts, so longer ones come in later, and so does the price of
-    writing (docs/log.md). In the end texts go on over 8 rows, with the memory of the rows before.
+    be found by is learned in short texts and many small steps, so longer ones come in later, and so
+    does the price of writing. In the end texts go on over 64 rows, with the memory of the rows
+    before: without them a memory that never forgets drifts away in a long book, and without
+    forgetting too (docs/log.md).
     """
     return TrainConfig(
         model=ModelConfig(
             dim=192,
             depth=4,
             heads=2,
-            rule="delta_net",
+            d_k=128,
+            rule="gated_delta_net",
             conv=8,
             expansion=1,
             tied=True,
@@ -39,19 +48,19 @@ def demo() -> TrainConfig:
             at_end=48,
             strange=0.9,
             loose=0.2,
-            lengths=(256, 512, 1024, 2048, 4096, 8192),
-            growing=0.6,
-            rows=8,
+            lengths=(256, 512, 1024, 2048, 4096),
+            growing=0.4,
+            rows=64,
         ),
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.1),
         schedule=Schedule(warmup=200),
-        steps=40_000,
-        batch=4,
-        length=8192,
+        steps=200_000,
+        batch=2,
+        length=4096,
         price=0.1,
         precision="bf16",
-        evaluate_every=2000,
-        evaluate_batches=4,
-        checkpoint_every=2000,
-        log_every=100,
+        evaluate_every=20_000,
+        evaluate_batches=32,
+        checkpoint_every=20_000,
+        log_every=500,
     )

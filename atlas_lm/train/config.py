@@ -262,8 +262,8 @@ class TrainConfig:
     """Longest gradient, over all parameters; 0: any."""
 
     price: float = 0.0
-    """Price of writing, in nats a target for memories that are wide open to every token: with one,
-    they close wherever nothing is worth it. It rises from 0 at the first step to this at the last:
+    """Price of writing, in nats a target for memories that are wide open to every token, and as much
+    for forgetting at every token: with one, they close wherever nothing is worth it. It rises from 0 at the first step to this at the last:
     what is worth writing has to be found first. (With momentum, what is under way is still
     written.)"""
 

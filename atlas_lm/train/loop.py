@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -60,6 +60,9 @@ from atlas_lm.train.signals import signals
 from atlas_lm.train.sources import Material, OneAhead, Work, open_material
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Journal, Watch
+
+AT_ONCE = 1.0
+"""Seconds."""
 
 
 def train(
@@ -317,16 +320,23 @@ class Run:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Whoever asks the run to stop gets the step and a checkpoint; who asks twice, neither."""
+        """Whoever asks the run to stop gets the step and a checkpoint; who asks twice, neither.
+
+        What comes at once a second time is the same wish: `timeout` tells a process, and then its
+        group."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         earlier = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
 
-        def stop(*_: object) -> None:
-            self.asked = True
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
+        since = inf
+
+        def stop(number: int, _: object) -> None:
+            nonlocal since
+            if monotonic() - since > AT_ONCE:
+                signal.signal(number, earlier[number])
+                signal.raise_signal(number)
+            self.asked, since = True, min(since, monotonic())
 
         for number in earlier:
             signal.signal(number, stop)

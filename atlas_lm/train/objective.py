@@ -16,8 +16,9 @@ class NextToken(nn.Module):
     """The loss as a module, which is what DDP and FSDP wrap.
 
     dense    every token has a target, so that nobody looks, for which a GPU would have to be waited
-    price    nats a target, while it learns, for memories that are wide open to every token: their
-             gates then close wherever nothing is worth writing; `charge` takes a part of it
+    price    nats a target, while it learns, for memories that are wide open to every token, and the
+             same for those that forget at every token: their gates then close wherever nothing is
+             worth it; `charge` takes a part of it
     """
 
     def __init__(self, model: LanguageModel, dense: bool = False, price: float = 0.0):
@@ -28,6 +29,7 @@ class NextToken(nn.Module):
         """Stays where it is, for graphs that read it."""
         self._openings: list[Tensor] = []
         """Of every layer of the pass that is under way."""
+        self._forgetting: list[Tensor] = []
         for part in model.modules() if price else ():
             if isinstance(part, GateMaps):
                 part.register_forward_hook(self._note)
@@ -40,6 +42,7 @@ class NextToken(nn.Module):
     def _note(self, maps: GateMaps, inputs: tuple, gates: Gates) -> None:
         if torch.is_grad_enabled():
             self._openings.append(maps.opening(gates, inputs[1]).mean())
+            self._forgetting.append(maps.forgetting(gates).mean())
 
     def forward(
         self,
@@ -57,6 +60,7 @@ class NextToken(nn.Module):
                   targets are `[n]` too, and nobody looks for them
         """
         self._openings.clear()
+        self._forgetting.clear()
         x, state = self.model.encode(tokens, state, reset=reset)
         if places is not None:
             x, wanted = x.flatten(0, 1).index_select(0, places), targets
@@ -68,7 +72,8 @@ class NextToken(nn.Module):
         nats = linear_cross_entropy(x, self.model.head_weight, wanted)
         count = (wanted >= 0).sum()
         if self._openings:
-            nats = nats + self._charged * count * torch.stack(self._openings).mean()
+            paid_for = torch.stack([*self._openings, *self._forgetting]).sum() / len(self._openings)
+            nats = nats + self._charged * count * paid_for
         if not judge:
             return nats, count, state
         wrong = torch.zeros_like(targets, dtype=torch.bool)

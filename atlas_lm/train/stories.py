@@ -81,7 +81,7 @@ class StoryMaterial:
     def works(self, length: int, seed: int, step: int, count: int, numbers: range) -> list[Work]:
         """The rows of these numbers, at this step and those that go on from it."""
         book = self.books["train"]
-        texts = [book.rows(length, seed, step, number) for number in numbers]
+        texts = [book.rows(length, seed, step, number, count) for number in numbers]
         return [
             _stacked([next(text) for text in texts])[0]._replace(begins=i == 0, ends=i == count - 1)
             for i in range(count)

@@ -9,7 +9,6 @@ text goes on over several.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,10 +31,13 @@ BACKGROUND = 0.25
 """Part of a row that is text without facts, at least."""
 ROWS = 1 << 20
 """Numbers of stories that are kept for the rows of one step."""
-FEWER = 4
-"""Of the facts of a row, one in so many is told by a row that follows another."""
+FIRST = 0.5
+"""Part of the facts of a text of several rows that the first one tells; the others may stand in
+any."""
 OLDER = 0.5
-"""Part of the questions there that are about what an earlier row told."""
+"""Part of the questions of a later row that are about what an earlier one told."""
+MOVING = 0.5
+"""Part of the people of a later row that an earlier one told of."""
 
 
 class Said(NamedTuple):
@@ -70,7 +72,7 @@ class Size:
         """Half the questions, and half the facts too if there are not more questions than are
         needed to ask for each twice."""
         many = self.between + self.at_end > 2 * self.facts
-        facts = self.facts if many else max(self.facts // 2, 1)
+        facts = self.facts if many else (self.facts + 1) // 2
         return Size(facts, self.between // 2, max(self.at_end // 2, 1))
 
 
@@ -86,22 +88,41 @@ class Book:
 
     def row(self, length: int, seed: int, step: int, number: int) -> Row:
         """Exactly so many tokens."""
-        return next(self.rows(length, seed, step, number))
+        return next(self.rows(length, seed, step, number, 1))
 
-    def rows(self, length: int, seed: int, step: int, number: int) -> Iterator[Row]:
-        """The rows of a text that goes on from this step to the next, and to the next."""
+    def rows(self, length: int, seed: int, step: int, number: int, count: int) -> Iterator[Row]:
+        """Those of a text that goes on from this step to the next, and to the next."""
         told: tuple[Fact, ...] = ()
-        for at in itertools.count(step):
-            row, new = self._row(length, seed, at, number, told)
+        draw = generator_of("story text", self.part, length, seed, step, number, count)
+        for at, facts in enumerate(self._facts_of(length, draw, count)):
+            row, new = self._row(length, seed, step + at, number, facts, told)
             yield row
             told += new
 
+    def _facts_of(self, length: int, draw: np.random.Generator, count: int) -> list[int]:
+        """How many each row of a text tells: as many as are wished and fit, few as often as many,
+        and the first row tells some."""
+        low, high = self.data.facts
+        fit = max(int(length * (1 - BACKGROUND) / sum(self._typical)), low)
+        most = max(min(high, fit * count), low)
+        facts = min(int(low * (most / low) ** draw.random() + draw.random()), most)
+        later = draw.random(facts) >= FIRST
+        told = np.bincount(later * draw.integers(count, size=facts), minlength=count)
+        told[0] = max(told[0], 1)
+        return np.minimum(told, fit).tolist()
+
     def _row(
-        self, length: int, seed: int, step: int, number: int, earlier: tuple[Fact, ...]
+        self,
+        length: int,
+        seed: int,
+        step: int,
+        number: int,
+        facts: int,
+        earlier: tuple[Fact, ...],
     ) -> tuple[Row, tuple[Fact, ...]]:
-        """A row after those that told these facts, and what it tells itself."""
+        """A row with so many facts after those that told these, and what it tells itself."""
         draw = generator_of("story row", self.part, length, seed, step, number)
-        size = self._size(length, draw, len(earlier))
+        size = self._size(length, facts, len(earlier))
         while True:
             new, placed, depths, at_end = self._said(
                 size, seed, step * ROWS + number, draw, earlier
@@ -127,17 +148,12 @@ class Book:
         asked = [len(self._question(asked).tokens) for asked in some.asked]
         return sum(facts) / len(facts), sum(asked) / len(asked)
 
-    def _size(self, length: int, draw: np.random.Generator, earlier: int) -> Size:
-        """As many facts as are wished and fit, fewer after others, and two questions a fact at
-        most."""
-        (fact, question), (low, high) = self._typical, self.data.facts
-        room = length * (1 - BACKGROUND)
-        most = max(min(high, int(room / (fact + question))), low)
-        facts = min(int(low * (most / low) ** draw.random() + draw.random()), most)
-        facts = facts if not earlier else max(facts // FEWER, 1)
+    def _size(self, length: int, facts: int, earlier: int) -> Size:
+        """Two questions a fact at most, and as many as fit."""
+        fact, question = self._typical
         between, wished = self.data.between, self.data.between + self.data.at_end
-        most = min(wished, 2 * (facts + earlier), int((room - facts * fact) / question))
-        asked = max(most, 1)
+        room = length * (1 - BACKGROUND) - facts * fact
+        asked = max(min(wished, 2 * (facts + earlier), int(room / question)), 1)
         between = min(round(asked * between / wished), asked - 1)
         return Size(facts, between, asked - between)
 
@@ -152,7 +168,7 @@ class Book:
         """The facts; facts and questions in the order in which they come, how deep in the text they
         stand, and the questions at its end."""
         unknown = int(draw.binomial(size.between + size.at_end, self.data.unknown))
-        told = self._story(size.facts, unknown, seed, number, draw)
+        told = self._story(size.facts, unknown, seed, number, draw, earlier)
         older = _still_true(earlier, told.facts)
         never = [asked for asked in told.asked if asked.fact is None and not _of(asked, earlier)]
         in_text = int(draw.binomial(len(never), size.between / (size.between + size.at_end)))
@@ -163,7 +179,7 @@ class Book:
         ]
         asked = [(float(draw.random()), asked) for asked in never[:in_text]]
         for _ in range(size.between - in_text):
-            if older and draw.random() < OLDER:
+            if older and (not told.facts or draw.random() < OLDER):
                 asked.append((float(draw.random()), self._once_more(older, draw)))
             else:
                 asked.append(self._in_text(told.facts, depths, draw))
@@ -173,20 +189,30 @@ class Book:
         return told.facts, [said for _, said in events], [depth for depth, _ in events], end
 
     def _story(
-        self, facts: int, unknown: int, seed: int, number: int, draw: np.random.Generator
+        self,
+        facts: int,
+        unknown: int,
+        seed: int,
+        number: int,
+        draw: np.random.Generator,
+        earlier: tuple[Fact, ...],
     ) -> Story:
         codes = int(facts * (1 - self.data.people) + draw.random())
         places = facts - codes
         moves = int(draw.integers(1, max(min(self.data.moves, places), 1) + 1))
+        movers = min(places // moves, len(self.words.names) - unknown // 2)
+        known = list(dict.fromkeys(fact.subject for fact in earlier if fact.kind == "place"))
+        again = int(draw.binomial(min(movers, len(known)), MOVING))
         return story(
             self.part,
             seed,
             number,
             codes=codes,
-            movers=min(places // moves, len(self.words.names) - unknown // 2),
+            movers=movers,
             moves=moves,
             unknown=unknown,
             words=self.words,
+            people=[known[i] for i in draw.permutation(len(known))[:again].tolist()],
         )
 
     def _in_text(
