@@ -253,7 +253,7 @@ class _Reading:
         self._hidden = frozenset(book.told.tolist())
         self._saved = monotonic()
         self.writes = Writes(setup.reader.model, bounds, self._finished, self._earlier())
-        known = self.writes.strengths[self.writes.strengths >= 0].tolist()
+        known = [strength for strength in self.writes.strengths.tolist() if strength >= 0]
         self._strong = Strong(len(book.facts) / book.sentences, LINES * len(book.facts), known)
 
     def read(self) -> ReadReport:
@@ -289,7 +289,7 @@ class _Reading:
 
     def _save(self) -> None:
         with (self.setup.folder / STRENGTHS).open("wb") as file:
-            np.save(file, self.writes.strengths, allow_pickle=False)
+            np.save(file, self.writes.peaks, allow_pickle=False)
         self._saved = monotonic()
 
     def _earlier(self) -> np.ndarray | None:
@@ -302,7 +302,7 @@ class _Reading:
             found = np.load(seen, allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
-        fits = found.shape == (self.book.sentences,) and found.dtype == np.float32
+        fits = found.shape[1:] == (self.book.sentences,) and found.dtype == np.float32
         return found if fits else None
 
     def _is_same(self, part: Path) -> bool:

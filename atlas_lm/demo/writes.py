@@ -27,7 +27,7 @@ FEW = 100
 
 
 class Writes:
-    """The largest write of every sentence, mean over the layers, float32 `[sentences]`.
+    """The largest write of every sentence in every layer, float32 `[layers sentences]`.
 
     `seen` is called between two segments, wherever the reading was taken up.
     """
@@ -37,15 +37,27 @@ class Writes:
         model: LanguageModel,
         bounds: np.ndarray,
         finished: Callable[[int, float], None],
-        strengths: np.ndarray | None = None,
+        peaks: np.ndarray | None = None,
     ):
-        fresh = np.full(len(bounds) - 1, UNKNOWN, np.float32)
-        self.strengths = fresh if strengths is None else strengths.copy()
-        self._bounds, self._finished = bounds, finished
         self._layers = [part for part in model.modules() if isinstance(part, MemoryLayer)]
+        fresh = np.full((len(self._layers), len(bounds) - 1), UNKNOWN, np.float32)
+        self.peaks = fresh if peaks is None else peaks.copy()
+        known = self.peaks[:, self.peaks[0] >= 0]
+        self._squares, self._count = np.square(known).sum(1), known.shape[1]
+        self._bounds, self._finished = bounds, finished
         self._calls: dict[MemoryLayer, list[tuple]] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._job: Future[tuple[int, np.ndarray]] | None = None
+
+    @property
+    def strengths(self) -> np.ndarray:
+        """Of every sentence, `[sentences]`; UNKNOWN where it was not watched."""
+        known = self.peaks[0] >= 0
+        found = np.full(len(known), UNKNOWN, np.float32)
+        if known.any():
+            peaks = self.peaks[:, known]
+            found[known] = _strength(peaks, np.square(peaks).mean(1, keepdims=True))
+        return found
 
     @contextmanager
     def watching(self) -> Iterator[Writes]:
@@ -80,29 +92,36 @@ class Writes:
 
     def _add(self, start: int, write: np.ndarray) -> None:
         """Tokens from this one on."""
-        bounds, stop = self._bounds, start + len(write)
+        bounds, stop = self._bounds, start + write.shape[1]
         first = max(int(np.searchsorted(bounds, start, side="right")) - 1, 0)
         last = int(np.searchsorted(bounds, stop, side="left"))
         edges = np.clip(bounds[first : last + 1], start, stop) - start
         for sentence, (a, b) in enumerate(pairwise(edges.tolist()), first):
+            peaks = self.peaks[:, sentence]
             if b > a:
-                peak = max(float(write[a:b].max()), float(self.strengths[sentence]))
-                self.strengths[sentence] = peak
+                np.maximum(peaks, write[:, a:b].max(1), out=peaks)
             if bounds[sentence + 1] <= stop:
-                self._finished(sentence, float(self.strengths[sentence]))
+                self._squares, self._count = self._squares + np.square(peaks), self._count + 1
+                self._finished(sentence, float(_strength(peaks, self._squares / self._count)))
+
+
+def _strength(peaks: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """The mean over the layers, each beside what it writes on average: a layer that writes a lot at
+    every sentence would drown out those that write now and then."""
+    return (peaks / np.sqrt(np.where(squares > 0, squares, 1))).mean(0)
 
 
 @torch.no_grad()
 def _traced(calls: dict[MemoryLayer, list[tuple]]) -> tuple[int, np.ndarray]:
-    """Position of the first token, and the write of every one; a MAC block calls its memory
-    several times a segment."""
+    """Position of the first token, and the write of every one in every layer; a MAC block calls its
+    memory several times a segment."""
     first = next(iter(calls.values()))[0]
     start = int(first[1].memory.position[0])
     layers = [
         torch.cat([trace_layer(layer, *args).write[0] for args in made], -1)
         for layer, made in calls.items()
     ]
-    return start, torch.stack(layers).mean(0).cpu().numpy()
+    return start, torch.stack(layers).cpu().numpy()
 
 
 @contextmanager
