@@ -600,7 +600,7 @@ class Stopping(Killing):
 
 def test_a_run_that_is_asked_to_stop_once_more_stops_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("atlas_lm.train.loop.AT_ONCE", -1.0)
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         train(recall(checkpoint_every=0), tmp_path / "stopped", watch=[Stopping(3)])
     assert not list((tmp_path / "stopped").glob("checkpoints/*"))
 

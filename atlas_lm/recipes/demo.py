@@ -9,8 +9,8 @@ from atlas_lm.train.schedules import Schedule
 
 
 def demo() -> TrainConfig:
-    """2.9M parameters with a tokenizer of 4,096 ids, 2 to 64 facts in 256 to 262,144 tokens; by bytes
-    and in Python's own text where nothing is named:
+    """2.9M parameters with a tokenizer of 4,096 ids, 2 to 64 facts in 256 to 262,144 tokens; by
+    bytes and in Python's own text where nothing is named:
 
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 

@@ -262,10 +262,10 @@ class TrainConfig:
     """Longest gradient, over all parameters; 0: any."""
 
     price: float = 0.0
-    """Price of writing, in nats a target for memories that are wide open to every token, and as much
-    for forgetting at every token: with one, they close wherever nothing is worth it. It rises from 0 at the first step to this at the last:
-    what is worth writing has to be found first. (With momentum, what is under way is still
-    written.)"""
+    """Price of writing, in nats a target for memories that are wide open to every token, and as
+    much for forgetting at every token: with one, they close wherever nothing is worth it. It rises
+    from 0 at the first step to this at the last: what is worth writing has to be found first. (With
+    momentum, what is under way is still written.)"""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: products in bfloat16 by autocast, parameters and their updates in float32."""

@@ -327,7 +327,7 @@ class Run:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        earlier = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        earlier = {int(s): signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
 
         since = inf
 

@@ -6,7 +6,8 @@ them lies in registers.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# (of kernels, which are not Python)
+# ruff: noqa: RUF005
+# (of kernels, which are not Python: there is no (*a, b) in Triton)
 
 from __future__ import annotations
 
