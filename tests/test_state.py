@@ -353,6 +353,22 @@ def test_a_loaded_state_goes_on_as_if_it_had_never_been_away(rule, tmp_path):
     assert_close({"y": found}, {"y": expected.detach()}, "loaded against carried")
 
 
+@pytest.mark.parametrize(
+    ("rule", "tokens", "once"),
+    [("delta_net", 13, True), ("titans", 16, True), ("titans", 13, False)],
+)
+def test_a_memory_that_is_its_own_anchor_is_saved_once(rule, tokens, once, tmp_path):
+    state = read(SMALL[rule], tokens)
+    state.save(tmp_path / "m")
+    with safe_open(tmp_path / "m", "pt") as file:
+        names = set(file.keys())
+    assert ("anchor.w" in names or "anchor.w1" in names) != once
+    back = MemoryState.load(tmp_path / "m")
+    assert_same(back, state)
+    for name, anchor in back.anchor.items():
+        assert anchor.data_ptr() != back.weights[name].data_ptr()
+
+
 def test_rows_at_different_positions_are_saved_together(tmp_path):
     state = MemoryState.stack([read(SMALL["dot"], n, batch=1) for n in (3, 13, 0)])
     state.save(tmp_path / "memory")
@@ -491,6 +507,18 @@ def test_a_forged_file_with_the_right_checksum_is_refused(change, tmp_path):
     metadata["sha256"] = fingerprint(tensors, metadata)
     save_file(tensors, path, metadata)
     with pytest.raises(ValueError, match=r"memory: (not the tensors|the tensors of the memory)"):
+        MemoryState.load(path)
+
+
+def test_a_forged_file_whose_tensors_are_others_that_are_none_is_refused(tmp_path):
+    path = tmp_path / "memory"
+    read(SMALL["delta_net"], batch=1).save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), load_file(path)
+    metadata["same"] = json.dumps({"anchor.w": "weights.v"})
+    metadata["sha256"] = fingerprint(tensors, metadata)
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=r"anchor\.w is weights\.v, which is none"):
         MemoryState.load(path)
 
 

@@ -33,13 +33,16 @@ def write_memory(
     from atlas_lm import __version__
 
     tensors = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+    same = _same(tensors)
     metadata = {
         "format": FORMAT,
         "library": f"atlas-lm {__version__}",
         "layout": json.dumps(layout),
         "about": json.dumps(about),
         "shapes": json.dumps({n: list(t.shape) for n, t in sorted(tensors.items())}),
+        "same": json.dumps(same),
     }
+    tensors = {n: t for n, t in tensors.items() if n not in same}
     write_whole(path, save(tensors, metadata | {"sha256": fingerprint(tensors, metadata)}))
 
 
@@ -59,12 +62,26 @@ def read_memory(path: str | os.PathLike) -> MemoryFile:
         raise ValueError(f"{path}: not a memory file: it says {found!r}, expected {FORMAT!r}")
     if metadata.get("sha256") != fingerprint(tensors, metadata):
         raise ValueError(f"{path}: the file was changed after it was written (checksum differs)")
+    for name, other in json.loads(metadata.get("same", "{}")).items():
+        if other not in tensors:
+            raise ValueError(
+                f"{path}: not the tensors of a memory: {name} is {other}, which is none"
+            )
+        tensors[name] = tensors[other].clone()
     return MemoryFile(tensors, json.loads(metadata["layout"]), json.loads(metadata["about"]))
 
 
 def read_about(path: str | os.PathLike) -> dict[str, str]:
     """The texts that were saved beside a state."""
     return read_memory(path).about
+
+
+def _same(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Those that another one equals, which is written for both: where a chunk begins, the memory is
+    its own anchor, which would be half of the file."""
+    first: dict[str, str] = {}
+    named = {n: first.setdefault(fingerprint({"": t}, {}), n) for n, t in tensors.items()}
+    return {name: other for name, other in named.items() if name != other}
 
 
 def fingerprint(tensors: dict[str, Tensor], texts: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ def demo() -> TrainConfig:
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
     where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. The
-    memory of a text has 0.9 MB. What others of about that size are:
+    memory of a text has 0.45 MB. What others of about that size are (up to 1 MB):
 
         --model.rule delta_net
         --model.rule titans --model.heads 4 --model.d-k 48 --batch 8 --steps 24000
@@ -38,7 +38,7 @@ def demo() -> TrainConfig:
             conv=8,
             expansion=1,
             tied=True,
-            retention=0.9999,
+            retention=0.999,
         ),
         data=StoryData(
             people=0.4,
