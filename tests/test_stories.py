@@ -27,7 +27,7 @@ from atlas_lm.demo.facts import (
     place_question,
     story,
 )
-from atlas_lm.demo.forms import FACTS, QUESTIONS, form_words
+from atlas_lm.demo.forms import FACTS, QUESTIONS, TOLD, form_words
 from atlas_lm.demo.tokenizer import main as make_tokenizer
 from atlas_lm.demo.words import TEST, TRAIN, WORDS
 from atlas_lm.models import LanguageModel, ModelConfig
@@ -156,8 +156,11 @@ def test_the_plain_sentence_and_question_are_learned():
 
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_every_sentence_is_understood(part):
+    """All of them alone, and some after every opening."""
     for kind, value in (("code", "0042"), ("place", "hen house")):
-        for form, subject in product(FACTS[part][kind], ("Ann Lee", "red zeppelin")):
+        alone = len(TOLD[kind][1])
+        forms = [*FACTS[part][kind][:alone], *FACTS[part][kind][alone::29]]
+        for form, subject in product(forms, ("Ann Lee", "red zeppelin")):
             text = form.format(subject=subject, value=value)
             assert parse(text) == Fact(kind, subject, value, text)
 
@@ -615,6 +618,7 @@ def test_ctrl_c_is_a_line_and_not_the_end_of_processes_that_make_rows(books, tmp
     """As a terminal sends it, to all of them."""
     options = {"--data.books": books / "train", "--data.workers": 2, "--steps": 10_000}
     options |= {"--length": 512, "--data.lengths": 512, "--model.dim": 16, "--model.heads": 1}
+    options |= {"--data.rows": 1}
     options |= {"--log-every": 1, "--out": tmp_path / "run", "--device": "cpu", "--batch": 1}
     words = [str(word) for option in options.items() for word in option]
     metrics = tmp_path / "run" / METRICS
@@ -675,17 +679,27 @@ def test_lengths_are_at_most_that_of_the_run():
 # The recipe and the tokenizer
 
 
-@pytest.mark.parametrize(
-    ("rule", "heads"),
-    [("delta_net", 2), ("gated_delta_net", 2), ("titans", 4), ("atlas", 4), ("swa", 2)],
-)
-def test_the_model_of_the_demo_is_small_and_so_is_its_memory(rule, heads):
+def models_of_the_demo() -> list[dict[str, Any]]:
+    """What the recipe itself says to compare with."""
+    said = re.findall(r"^ +(--model\.rule .*)$", RECIPES["demo"].__doc__ or "", re.M)
+    options = [re.findall(r"--model\.(\S+) (\S+)", line) for line in said]
+    kinds = {"rule": str, "heads": int, "d-k": int, "d-v": int}
+    return [{}, *({n.replace("-", "_"): kinds[n](v) for n, v in line} for line in options)]
+
+
+@pytest.mark.parametrize("changes", models_of_the_demo(), ids=lambda c: c.get("rule", "ours"))
+def test_the_model_of_the_demo_is_small_and_so_is_its_memory(changes):
     made = RECIPES["demo"]().model
     with torch.device("meta"):
-        model = LanguageModel(replace(made, rule=rule, heads=heads, vocab=4096))
+        model = LanguageModel(replace(made, vocab=4096, **changes))
         memory = model.begin(1).nbytes
     assert 2e6 <= sum(p.numel() for p in model.parameters()) <= 3e6
-    assert memory <= 1e6 or rule == "swa"
+    assert memory <= 1e6 or changes["rule"] == "swa"
+
+
+def test_the_recipe_of_the_demo_names_four_others():
+    found = [changes.get("rule") for changes in models_of_the_demo()]
+    assert found == [None, "delta_net", "titans", "atlas", "swa"]
 
 
 def test_a_tokenizer_with_single_digits(books, tmp_path, capsys):

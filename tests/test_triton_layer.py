@@ -98,9 +98,9 @@ def test_convolution_silu_and_unit_norm_are_those_of_the_layer(shape):
 
 
 def test_spans_of_any_length_give_the_same_gradients(monkeypatch):
-    inputs, d_out = qkv_inputs(2, 70, 4, 1, 8, 4)
+    inputs, d_out = qkv_inputs(2, 12, 4, 1, 8, 4)
     results = []
-    for span in (1, 32, 1000):
+    for span in (1, 4, 16):
         monkeypatch.setattr(short_conv, "SPAN", span)
         results.append(with_gradients(kernel_qkv(1, 8, 4), inputs, d_out))
     for *others, d_weight in results[1:]:

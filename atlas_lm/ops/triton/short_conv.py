@@ -23,7 +23,7 @@ MOST_TAPS = 8
 """The widest convolution, whose tokens backward have room in the registers."""
 EPS = 1e-6
 SPAN = 64
-"""Tokens of a program backward."""
+"""Tokens of a program backward, at most."""
 
 
 @triton.jit
@@ -233,8 +233,9 @@ class _ConvSiluUnit(torch.autograd.Function):
         mixed, tail, weight = ctx.saved_tensors
         heads, d_k, d_v = ctx.sizes
         (batch, t, channels), taps = mixed.shape, weight.shape[0]
-        fixed = _fixed(heads, d_k, d_v, taps) | {"SPAN": SPAN}
-        spans = triton.cdiv(t + taps - 1, SPAN)
+        span = min(SPAN, triton.next_power_of_2(t + taps - 1))
+        fixed = _fixed(heads, d_k, d_v, taps) | {"SPAN": span}
+        spans = triton.cdiv(t + taps - 1, span)
         d_mixed, d_tail = torch.empty_like(mixed), torch.empty_like(tail)
         wide: Any = {"dtype": torch.float32, "device": mixed.device}
         sums = torch.empty(batch * spans, taps, channels, **wide)
