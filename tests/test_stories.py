@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from watchers import At
 
 from atlas_lm.ask import Task, ask
 from atlas_lm.demo.facts import (
@@ -520,17 +521,10 @@ def test_a_run_is_saved_and_stopped_where_texts_end(books, tmp_path):
         books, data=data(books, rows=3), steps=9, checkpoint_every=2, evaluate_batches=1
     )
 
-    class Stop:
-        def begin(self, step, steps): ...
-        def record(self, line): ...
-        def close(self): ...
-        def stepped(self, step):
-            if step == 4:
-                signal.raise_signal(signal.SIGINT)
-
+    stop = At(4, lambda: signal.raise_signal(signal.SIGINT))
     whole_ = train(settings, tmp_path / "whole", device="cpu")
     with pytest.raises(KeyboardInterrupt, match="stopped after step 6, which is saved"):
-        train(settings, tmp_path / "run", watch=[Stop()], device="cpu")
+        train(settings, tmp_path / "run", watch=[stop], device="cpu")
     saved = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert saved
     assert all(step % 3 == 0 for step in saved)

@@ -11,6 +11,7 @@ from statistics import fmean, median, stdev
 
 import pytest
 import torch
+from watchers import At, interrupt
 
 from atlas_lm import RULES
 from atlas_lm.cli import main
@@ -361,17 +362,9 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, capsys):
     write_sweep(tmp_path, "recall", [run])
     folder = tmp_path / "runs" / run.name
 
-    class Stop:
-        def begin(self, step, steps): ...
-        def record(self, line): ...
-        def close(self): ...
-        def stepped(self, step):
-            if step == 3:
-                raise KeyboardInterrupt
-
     assert status_of(folder) == "new"
     with pytest.raises(KeyboardInterrupt):
-        train(run.config, folder, watch=[Stop()], device="cpu")
+        train(run.config, folder, watch=[At(3, interrupt)], device="cpu")
     assert status_of(folder) == "begun"
     assert run_all(tmp_path, "recall", [run], "cpu") == []
     assert status_of(folder) == "finished"

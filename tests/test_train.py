@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from watchers import At
 
 from atlas_lm import RULES, LanguageModel, ModelConfig, load_model
 from atlas_lm.cli import main
@@ -116,19 +117,9 @@ class Killed(BaseException):
     """Nothing catches it but us."""
 
 
-class Killing:
+def kill() -> None:
     """Ends a run before it writes anything of a step."""
-
-    def __init__(self, at: int):
-        self.at = at
-
-    def begin(self, step: int, steps: int) -> None: ...
-    def record(self, line: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-    def stepped(self, step: int) -> None:
-        if step == self.at:
-            raise Killed
+    raise Killed
 
 
 def lines(out: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -536,7 +527,7 @@ def test_a_killed_run_of_a_mix_goes_on_bit_for_bit(tmp_path):
     config = of_task(mix=(SMALL, LARGE), examples=6, longer=(24,), steps=6, evaluate_every=0)
     train(config, tmp_path / "whole")
     with pytest.raises(Killed):
-        train(config, tmp_path / "killed", watch=[Killing(5)])
+        train(config, tmp_path / "killed", watch=[At(5, kill)])
     train(config, tmp_path / "killed", resume=True)
     for name, expected in weights(tmp_path / "whole").items():
         assert torch.equal(weights(tmp_path / "killed")[name], expected), name
@@ -547,7 +538,7 @@ def test_a_killed_run_of_a_mix_goes_on_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("at", [1, 3, 8])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, whole, at):
     with pytest.raises(Killed):
-        train(recall(), tmp_path / "killed", watch=[Killing(at)])
+        train(recall(), tmp_path / "killed", watch=[At(at, kill)])
     train(recall(), tmp_path / "killed", resume=True)
     assert_same(tmp_path / "killed", whole)
     notes = [line["text"] for line in lines(tmp_path / "killed", "note")]
@@ -566,7 +557,7 @@ def test_text_with_carried_memories_goes_on_bit_for_bit(books, tmp_path):
     train(config, tmp_path / "whole")
     for at in (2, 6):
         with pytest.raises(Killed):
-            train(config, tmp_path / "killed", resume=True, watch=[Killing(at)])
+            train(config, tmp_path / "killed", resume=True, watch=[At(at, kill)])
     train(config, tmp_path / "killed", resume=True)
     assert_same(tmp_path / "killed", tmp_path / "whole")
     assert all(w.dtype == torch.float32 for w in weights(tmp_path / "whole").values())
@@ -589,26 +580,23 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path):
     assert len(json.loads((tmp_path / "parts/environment.json").read_text())["resumed"]) == 2
 
 
-class Stopping(Killing):
+def ask_to_stop() -> None:
     """Twice, as `timeout` does."""
-
-    def stepped(self, step: int) -> None:
-        if step == self.at:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_run_that_is_asked_to_stop_once_more_stops_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("atlas_lm.train.loop.AT_ONCE", -1.0)
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        train(recall(checkpoint_every=0), tmp_path / "stopped", watch=[Stopping(3)])
+        train(recall(checkpoint_every=0), tmp_path / "stopped", watch=[At(3, ask_to_stop)])
     assert not list((tmp_path / "stopped").glob("checkpoints/*"))
 
 
 def test_a_run_that_is_asked_to_stop_saves_the_step(tmp_path, whole):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="stopped after step 4, which is saved"):
-        train(recall(checkpoint_every=0), tmp_path / "stopped", watch=[Stopping(3)])
+        train(recall(checkpoint_every=0), tmp_path / "stopped", watch=[At(3, ask_to_stop)])
     assert signal.getsignal(signal.SIGINT) == before
     train(recall(checkpoint_every=0), tmp_path / "stopped", resume=True)
     assert_same(tmp_path / "stopped", whole)
@@ -991,10 +979,7 @@ def test_python_s_own_text_is_learned(tmp_path):
 def test_threads_are_given_back(tmp_path):
     before, seen = torch.get_num_threads(), []
 
-    class Counted(Killing):
-        def stepped(self, step: int) -> None:
-            seen.append(torch.get_num_threads())
-
-    train(recall(steps=1, threads=before + 1), tmp_path / "run", watch=[Counted(at=0)])
+    counted = At(1, lambda: seen.append(torch.get_num_threads()))
+    train(recall(steps=1, threads=before + 1), tmp_path / "run", watch=[counted])
     assert seen == [before + 1]
     assert torch.get_num_threads() == before

@@ -25,8 +25,8 @@ def demo() -> TrainConfig:
     The convolution reaches over a subject of several tokens and on to its value. What a fact has to
     be found by is learned in short texts and many small steps, so longer ones come in later, and so
     does the price of writing. In the end texts go on over 64 rows, with the memory of the rows
-    before: without them a memory that never forgets drifts away in a long book, and without
-    forgetting too (docs/log.md).
+    before: one that had read short texts alone, and could not forget, drifted away in a long book
+    (docs/log.md).
     """
     return TrainConfig(
         model=ModelConfig(

@@ -154,7 +154,7 @@ class StoryData:
     the end: the answers alone are learned. A step has as many tokens at every length."""
 
     facts: tuple[int, ...] = (2, 64)
-    """Of a row, from the fewest to the most; fewer where they would take most of it."""
+    """Of a text, from the fewest to the most; fewer where they would take most of a row."""
     people: float = 0.5
     """Part of the facts that say where somebody is; the others are codes."""
     moves: int = 3

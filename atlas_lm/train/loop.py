@@ -62,7 +62,7 @@ from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Journal, Watch
 
 AT_ONCE = 1.0
-"""Seconds."""
+"""Seconds within which to be asked to stop twice is to be asked once."""
 
 
 def train(

@@ -27,9 +27,8 @@ class NextToken(nn.Module):
         self.dense, self.price = dense, price
         self._charged = torch.tensor(price, device=model.embedding.weight.device)
         """Stays where it is, for graphs that read it."""
-        self._openings: list[Tensor] = []
-        """Of every layer of the pass that is under way."""
-        self._forgetting: list[Tensor] = []
+        self._to_pay: list[Tensor] = []
+        """How much every layer of the pass that is under way writes and forgets."""
         for part in model.modules() if price else ():
             if isinstance(part, GateMaps):
                 part.register_forward_hook(self._note)
@@ -41,8 +40,8 @@ class NextToken(nn.Module):
 
     def _note(self, maps: GateMaps, inputs: tuple, gates: Gates) -> None:
         if torch.is_grad_enabled():
-            self._openings.append(maps.opening(gates, inputs[1]).mean())
-            self._forgetting.append(maps.forgetting(gates).mean())
+            written, forgotten = maps.opening(gates, inputs[1]), maps.forgetting(gates)
+            self._to_pay.append((written + forgotten).mean())
 
     def forward(
         self,
@@ -59,8 +58,7 @@ class NextToken(nn.Module):
         places    `[n]`, where the targets are known to stand among all tokens of the batch: then
                   targets are `[n]` too, and nobody looks for them
         """
-        self._openings.clear()
-        self._forgetting.clear()
+        self._to_pay.clear()
         x, state = self.model.encode(tokens, state, reset=reset)
         if places is not None:
             x, wanted = x.flatten(0, 1).index_select(0, places), targets
@@ -71,9 +69,8 @@ class NextToken(nn.Module):
             x, wanted = x[asked], targets[asked]
         nats = linear_cross_entropy(x, self.model.head_weight, wanted)
         count = (wanted >= 0).sum()
-        if self._openings:
-            paid_for = torch.stack([*self._openings, *self._forgetting]).sum() / len(self._openings)
-            nats = nats + self._charged * count * paid_for
+        if self._to_pay:
+            nats = nats + self._charged * count * torch.stack(self._to_pay).mean()
         if not judge:
             return nats, count, state
         wrong = torch.zeros_like(targets, dtype=torch.bool)

@@ -3,8 +3,8 @@
     row    ... It rained. The code of the amber kettle is 4071. They waited for ...
            Question: What is the code of the amber kettle? 4071. He never ...
 
-A row is a function of the seed, its step and its number alone, and of the rows before it where one
-text goes on over several.
+A row is a function of the seed, its step and its number alone, and where one text goes on over
+several, of how many those are and of the rows before it.
 """
 
 from __future__ import annotations
