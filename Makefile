@@ -26,7 +26,7 @@ $(CORE): pyproject.toml constraints.txt
 
 $(READY): $(CORE)
 	@echo "adding what the tests need"
-	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[dev,oracle,text,hf]'
+	@$(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e '.[dev,oracle,hf]'
 	@touch $@
 
 $(READY_BENCH): $(READY)
@@ -96,7 +96,7 @@ constraints:  ## pin the newest versions anew (torch stays: change its pin by ha
 	$(PYTHON) -m venv "$$tmp/venv"; \
 	pip="$$tmp/venv/bin/pip"; \
 	"$$pip" install -qq -c "$$tmp/torch.txt" editables hatchling; \
-	"$$pip" install -qq -c "$$tmp/torch.txt" --no-build-isolation -e '.[dev,oracle,text,hf,bench,eval]'; \
+	"$$pip" install -qq -c "$$tmp/torch.txt" --no-build-isolation -e '.[dev,oracle,hf,bench,eval]'; \
 	{ sed -n '/^#/p' constraints.txt; \
 	  "$$pip" freeze --all --exclude pip --exclude atlas-lm | sed 's/+.*//'; } > "$$tmp/new.txt"; \
 	cp "$$tmp/new.txt" constraints.txt

@@ -72,12 +72,8 @@ class FileTokenizer:
     """The file as it was read, to be saved beside a model."""
 
     def __init__(self, path: str | os.PathLike):
-        try:
-            from tokenizers import Tokenizer as Library
-        except ImportError as error:
-            raise ImportError(
-                f"{path}: reading it needs the package tokenizers; pip install 'atlas-lm[text]'"
-            ) from error
+        from tokenizers import Tokenizer as Library
+
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path}: no such tokenizer file")
         self.json = Path(path).read_bytes()

@@ -284,12 +284,6 @@ def test_a_side_without_documents_is_refused(book, tmp_path):
         made(tmp_path / "out", book, valid=0.999999)
 
 
-def test_training_a_tokenizer_needs_the_library(book, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"--train-tokenizer: .*pip install 'atlas-lm\[text\]'"):
-        made(tmp_path / "out", book, train_tokenizer=300)
-
-
 def test_other_peoples_files_are_left_alone(book, tmp_path):
     out = tmp_path / "out"
     (out / "valid").mkdir(parents=True)

@@ -697,7 +697,6 @@ def test_the_recipe_of_the_demo_names_four_others():
 
 
 def test_a_tokenizer_with_single_digits(books, tmp_path, capsys):
-    pytest.importorskip("tokenizers")
     one, other = (tmp_path / name for name in ("one.json", "other.json"))
     for out in (one, other):
         assert make_tokenizer([str(books / "train"), "--out", str(out), "--size", "400"]) == 0

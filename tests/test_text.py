@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 import tracemalloc
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -241,14 +240,6 @@ def test_what_is_missing_is_named(tmp_path):
             FileTokenizer(path)
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder to load a tokenizer from"):
         load_tokenizer(tmp_path / "nowhere")
-
-
-def test_without_the_library_bytes_still_work(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert load_tokenizer(tmp_path).encode("a") == [97]
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ImportError, match=r"json: .*; pip install 'atlas-lm\[text\]'$"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_saved_tokenizer_is_the_same_file(tokenizers, tmp_path):

@@ -228,13 +228,9 @@ def train_tokenizer(
 ) -> None:
     """Byte-level BPE of all documents, with every digit a token of its own, the first of a number
     together with its space, as words are."""
-    try:
-        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as Library
-    except ImportError as error:
-        raise ImportError(
-            "--train-tokenizer: needs the package tokenizers; pip install 'atlas-lm[text]'"
-        ) from error
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library
+
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = parser.parse_args(arguments)
     try:
         print(make(said.books, said.out, said.size))
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

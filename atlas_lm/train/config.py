@@ -36,7 +36,7 @@ class PythonText:
     """What every Python carries: the manual and the docstrings of the standard library, 2 MB."""
 
     tokenizer: int | None = None
-    """Ids of a tokenizer that is trained on it (the extra `text`); None: bytes."""
+    """Ids of a tokenizer that is trained on it; None: bytes."""
     valid: float = 0.05
     """Part of the documents that is kept for evaluation."""
 
@@ -133,7 +133,7 @@ class QuestionData:
     words: str | None = None
     """Folder of RULER's lists of words; None: a list of ours."""
     tokenizer: str | None = None
-    """A tokenizer.json (the extra `text`); None: bytes."""
+    """A tokenizer.json; None: bytes."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -194,7 +194,7 @@ class StoryData:
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
-    """A tokenizer.json (the extra `text`); None: bytes."""
+    """A tokenizer.json; None: bytes."""
     workers: int = 0
     """Processes that make batches ahead; 0: they are made when they are needed."""
 
