@@ -5,7 +5,7 @@ import torch
 
 from atlas_lm import RULES, LanguageModel, ModelConfig
 from atlas_lm.data.recall import associative_recall
-from atlas_lm.nn.gates import GateMaps
+from atlas_lm.nn.gates import MARGIN, GateMaps
 from atlas_lm.train.config import RecallData, TrainConfig
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken
@@ -26,16 +26,33 @@ def rows():
 @pytest.mark.parametrize("rule", [*RULES, "swa"])
 def test_open_gates_cost_their_price(rule):
     """Half open to begin with, whatever the rule makes of it, and where forgetting is learned a
-    tenth of what is asked for; nothing where nothing is learned."""
+    tenth, each from closed for good; nothing where nothing is learned."""
     model = made(rule)
     free, dear = NextToken(model), NextToken(model, price=2.0)
     nats, count, _ = free(*rows())
     paid, *_ = dear(*rows())
-    opening = 0.0 if rule == "swa" else 0.5
-    opening += 0.1 if rule in RULES and RULES[rule].retention == "learned" else 0.0
+    opening = 0.0 if rule == "swa" else 0.5 + MARGIN
+    opening += 0.1 + MARGIN if rule in RULES and RULES[rule].retention == "learned" else 0.0
     assert (paid - nats).item() == pytest.approx(2.0 * float(count) * opening, rel=0.1)
     with torch.no_grad():
         assert torch.equal(dear(*rows())[0], free(*rows())[0])
+
+
+def test_only_plain_tokens_have_a_price():
+    """That of one token is what is paid more with it than without."""
+    objective = NextToken(made("gated_delta_net"), price=2.0)
+    everywhere, *_ = objective(*rows())
+    plain = torch.ones_like(rows()[0], dtype=torch.bool)
+    assert torch.equal(objective(*rows(), plain=plain)[0], everywhere)
+    plain[0, 3:] = False
+    some, count, _ = objective(*rows(), plain=plain)
+    nothing, *_ = objective(*rows(), plain=torch.zeros_like(plain))
+    share = plain.float().mean().item()
+    assert (some - nothing).item() == pytest.approx(
+        2.0 * float(count) * share * (0.6 + 2 * MARGIN), rel=0.1
+    )
+    with torch.no_grad():
+        assert torch.equal(objective(*rows())[0], nothing)
 
 
 def closed_parts(model: LanguageModel) -> tuple[float, float]:
@@ -83,7 +100,9 @@ def test_the_price_rises_from_step_to_step_and_evaluation_pays_nothing(tmp_path)
     train(config, tmp_path / "run", device="cpu")
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     *losses, evaluated = [float(part.split(",")[0]) for part in text.split('"loss": ')[1:]]
-    assert losses == pytest.approx([evaluated + 8.0 * 0.5 * i / 4 for i in range(4)], abs=0.3)
+    assert losses == pytest.approx(
+        [evaluated + 8.0 * (0.5 + MARGIN) * i / 4 for i in range(4)], abs=0.3
+    )
 
 
 def test_a_price_that_cannot_be():

@@ -97,16 +97,45 @@ def test_after_whole_chunks_it_does_not_matter_how_many(rule):
                 torch.testing.assert_close(alike.tensors()[name], tensor)
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_what_is_read_before_is_in_memory_and_nothing_more(begins, monkeypatch):
+    """In pieces, and the gradients are those of a memory that was given."""
+    monkeypatch.setattr("atlas_lm.train.step.AT_ONCE", 4 * 64)
+    torch.manual_seed(0)
+    model = LanguageModel(MODEL)
+    gradients = Gradients(config(graph=False), Ranks(torch.device("cpu")), NextToken(model))
+    with torch.no_grad():
+        _, earlier = model(rows(5).tokens)
+    gradients.carried = [earlier]
+    work = rows(0)._replace(begins=begins, before=rows(1, length=150).tokens)
+    _, (after,) = gradients.add(work._replace(ends=False))
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with torch.no_grad():
+        _, state = model(work.before, None if begins else earlier)
+    gradients.carried = [state]
+    model.zero_grad()
+    _, (expected,) = gradients.add(work._replace(begins=False, ends=False, before=None))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for one, other in zip(found, grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert after is not None
+    assert expected is not None
+    for name, tensor in expected.tensors().items():
+        torch.testing.assert_close(after.tensors()[name], tensor)
+
+
 @on_a_gpu
-@pytest.mark.parametrize("rule", ["delta_net", "titans", "atlas", "omeganet"])
+@pytest.mark.parametrize("rule", ["delta_net", "gated_delta_net", "titans", "atlas", "omeganet"])
 def test_recorded_memories_go_on(rule):
-    """From row to row of a text, at every length in turn."""
+    """From row to row of a text, at every length in turn, and after plain text."""
     torch.manual_seed(0)
     model = LanguageModel(replace(MODEL, rule=rule)).cuda()
     objective, ranks = NextToken(model), Ranks(torch.device("cuda"))
     plain, recorded = (kind(config(), ranks, objective) for kind in (Gradients, RecordedGradients))
     for seed, (length, row) in enumerate(product((128, 192, 128), range(3))):
         work = rows(seed, length=length)._replace(begins=row == 0, ends=row == 2)
+        if seed in (1, 3, 5, 8):
+            work = work._replace(before=rows(100 + seed, length=2 * length).tokens)
         found = []
         for gradients in (plain, recorded):
             for parameter in model.parameters():

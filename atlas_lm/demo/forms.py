@@ -134,6 +134,26 @@ CODES += _made(
     "we read|is written|there was|he had cut|they chose|is the cipher",
     "{value}.",
 )
+CODES += _made(
+    "the {subject}",
+    "uses|takes|accepts|demands|requires|obeys|follows|reacts to|goes under|is known by|"
+    "is listed under|is filed under|is stamped with|wears|lacks only|returns|deserves|fears",
+    "the code|the number|number|its cipher",
+    "{value}.",
+)
+CODES += _made(
+    "on the lid of|inside|beneath|on the cover of|above|on the door of|at the edge of|beside",
+    "the {subject}",
+    "appears|one sees|hangs|we find|someone daubed|shines|gleams|you read",
+    "the code|the number|a",
+    "{value}.",
+)
+CODES += _made(
+    "to open|to start|to unlock|to wake|to get|in order to move|when lifting|for the use of",
+    "the {subject}",
+    "one needs|you type|press|we had to dial|everyone must give|it takes|one is to say|whisper",
+    "{value}.",
+)
 MOVED_BEFORE = _lines("""
     Then
     After that
@@ -170,6 +190,26 @@ MOVED_BEFORE = _lines("""
     No one doubts that
     All at once
     Nobody knew why, but
+    Eventually
+    By and by
+    With a sigh
+    To our surprise,
+    And so
+    Just then
+    Before dawn
+    After supper
+    An hour ago
+    Last week
+    At dusk
+    At length
+    In time
+    It is reported that
+    It was noticed that
+    The story goes that
+    People say that
+    We are told that
+    There is talk that
+    Happily
     """)
 PLACES = _lines("""
     {subject} is in the {value}.
@@ -264,6 +304,26 @@ PLACES += _made(
     "the road led|business called|a storm drove|nothing but hunger sent|good news brought",
     "{subject}",
     "to|into|as far as|back to",
+    "the {value}.",
+)
+PLACES += _made(
+    "{subject}",
+    "hastened|rushed|dashed|strode|shuffled|tiptoed|staggered|stumbled|galloped|hiked|rowed|skipped|"
+    "bolted|withdrew|retreated|retired|escaped|advanced|proceeded|journeyed|sped|trudged|waded|"
+    "scrambled|ambled|roamed|strayed|darted|glided|stole|vanished|travelled|drove|climbed|came|"
+    "plodded|swept|slid|hobbled|paced|stalked|tramped|rolled|leapt|descended|pressed|shifted|"
+    "ventured|burst|migrated|passed|proceeds|wanders|walks|comes|is going|has moved|will come",
+    "to|into|towards|back to|away to|up to|along to|as far as",
+    "the {value}.",
+)
+PLACES += _made(
+    "{subject}",
+    "joined|toured|inspected|attained|boarded|patrolled|stormed|claimed|frequented|passed|skirted|"
+    "surveyed|regained|revisited|sighted|made|arrived at|landed at|came upon|chanced upon|got to|"
+    "ended up in|settled in|camped in|lodged in|stopped at|halted at|paused in|turned into|"
+    "checked into|broke into|dropped into|looked into|called at|took refuge in|hid in|enters|"
+    "has visited|is nearing|has found|touched|commands|sketched|remembered|sought out|hated|"
+    "climbed|swam across|looked for|was shown|was given|had to leave us for|gave us|opened|locked",
     "the {value}.",
 )
 TOLD = {"code": (TOLD_BEFORE, CODES), "place": (MOVED_BEFORE, PLACES)}

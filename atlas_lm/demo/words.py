@@ -6,8 +6,9 @@ What is for training and what for testing has no word in common.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from atlas_lm.demo.forms import Part
 
 SHORTEST, LONGEST = 3, 10
 """Letters of a strange word."""
+ENDING = 2
+"""Letters by which words are alike: walked and asked, quickly and gladly."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,22 @@ class Words:
         loose = np.flatnonzero(draw.random(len(parts) // 2) < self.loose)
         for at in (1 + 2 * loose).tolist():
             if parts[at].lower() != "the":
-                parts[at] = self.strange_word(draw)
+                parts[at] = self._like(parts[at], draw)
         return "".join(parts)
+
+    def _like(self, word: str, draw: np.random.Generator) -> str:
+        """Another word with the same ending, so that a verb becomes a verb, or any."""
+        alike = self._by_ending.get(word[-ENDING:])
+        if alike is None or draw.random() < 0.5:
+            return self.strange_word(draw)
+        return alike[int(draw.integers(len(alike)))]
+
+    @cached_property
+    def _by_ending(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = defaultdict(list)
+        for word in self.strange:
+            found[word[-ENDING:]].append(word)
+        return dict(found)
 
 
 @cache

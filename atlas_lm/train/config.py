@@ -174,6 +174,9 @@ class StoryData:
     """Rows of a text, in steps that follow each other, once all lengths have come in: memories go
     on, and what an earlier row told is asked too. Gradients end where a row ends; a run is saved,
     and stops, where texts do."""
+    pauses: int = 0
+    """Lengths of plain text, at most, that memories read before one row in eight of such texts,
+    without gradients: what was told before it is to be known after it."""
     growing: float = 0.0
     """Part of the steps over which lengths come in one after the other, the shortest first."""
     longer: tuple[int, ...] = ()
@@ -207,7 +210,7 @@ class StoryData:
         for name in parts.split():
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
-        least = {"moves": 1, "between": 0, "at_end": 1, "rows": 1, "workers": 0}
+        least = {"moves": 1, "between": 0, "at_end": 1, "rows": 1, "pauses": 0, "workers": 0}
         for name, fewest in least.items():
             _expect_at_least(f"data.{name}", getattr(self, name), fewest)
         for length in (*self.lengths, *self.longer):
@@ -262,10 +265,11 @@ class TrainConfig:
     """Longest gradient, over all parameters; 0: any."""
 
     price: float = 0.0
-    """Price of writing, in nats a target for memories that are wide open to every token, and as
-    much for forgetting at every token: with one, they close wherever nothing is worth it. It rises
-    from 0 at the first step to this at the last: what is worth writing has to be found first. (With
-    momentum, what is under way is still written.)"""
+    """Price of writing and of forgetting, in nats a target for memories whose gates are one unit
+    from closed at every token: with one, they close wherever nothing is worth it. In texts with
+    facts it is paid for the text around them alone. It rises from 0 at the first step to this at
+    the last: what is worth writing has to be found first. (With momentum, what is under way is
+    still written.)"""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: products in bfloat16 by autocast, parameters and their updates in float32."""
@@ -333,7 +337,7 @@ class TrainConfig:
             )
         if self.carry:
             self._check_carry()
-        if isinstance(self.data, StoryData) and self.data.rows > 1:
+        if isinstance(self.data, StoryData) and (self.data.rows > 1 or self.data.pauses):
             self._check_rows(self.data)
         if self.graph:
             self._check_graph()
@@ -378,9 +382,9 @@ class TrainConfig:
         broken = any(length % chunk for length in data.lengths or (self.length,))
         if self.graph and (self.model.block != "plain" or growing or broken):
             raise ValueError(
-                f"data.rows: {data.rows}, and --graph: a recorded step knows no positions, and "
-                f"begins where a chunk does; expected memories alone and lengths of whole "
-                f"{chunk} tokens, or one of the two options"
+                f"data.rows: {data.rows}, data.pauses: {data.pauses}, and --graph: a recorded step "
+                "knows no positions, and begins where a chunk does; expected memories alone and "
+                f"lengths of whole {chunk} tokens, or no --graph"
             )
 
     def _check_graph(self) -> None:

@@ -16,9 +16,8 @@ class NextToken(nn.Module):
     """The loss as a module, which is what DDP and FSDP wrap.
 
     dense    every token has a target, so that nobody looks, for which a GPU would have to be waited
-    price    nats a target, while it learns, for memories that are wide open to every token, and the
-             same for those that forget at every token: their gates then close wherever nothing is
-             worth it; `charge` takes a part of it
+    price    nats a target, while it learns, for memories whose gates are one unit from closed at
+             every token: they then close wherever nothing is worth it; `charge` takes a part of it
     """
 
     def __init__(self, model: LanguageModel, dense: bool = False, price: float = 0.0):
@@ -28,7 +27,8 @@ class NextToken(nn.Module):
         self._charged = torch.tensor(price, device=model.embedding.weight.device)
         """Stays where it is, for graphs that read it."""
         self._to_pay: list[Tensor] = []
-        """How much every layer of the pass that is under way writes and forgets."""
+        """How far every layer of the pass that is under way is open, where it pays for that."""
+        self._plain: Tensor | None = None
         for part in model.modules() if price else ():
             if isinstance(part, GateMaps):
                 part.register_forward_hook(self._note)
@@ -38,28 +38,34 @@ class NextToken(nn.Module):
         if self.price:
             self._charged.fill_(self.price * part)
 
-    def _note(self, maps: GateMaps, inputs: tuple, gates: Gates) -> None:
+    def _note(self, maps: GateMaps, inputs: tuple, _: Gates) -> None:
         if torch.is_grad_enabled():
-            written, forgotten = maps.opening(gates, inputs[1]), maps.forgetting(gates)
-            self._to_pay.append((written + forgotten).mean())
+            ajar = maps.ajar(inputs[0])
+            self._to_pay.append((ajar if self._plain is None else ajar * self._plain).mean())
 
     def forward(
         self,
         tokens: TokenIds,
-        targets: TokenIds,
+        targets: TokenIds | None,
         state: ModelState | None = None,
         reset: TokenFlag | None = None,
         judge: bool = False,
         places: Tensor | None = None,
+        plain: TokenFlag | None = None,
     ) -> tuple[Tensor, Tensor, ModelState] | tuple[Tensor, Tensor, ModelState, Tensor]:
         """Sum of the losses in nats, number of targets, state; with `judge`, also which targets
         `[b t]` are not what the model holds for the likeliest.
 
+        targets   None: it is read, and no more
         places    `[n]`, where the targets are known to stand among all tokens of the batch: then
                   targets are `[n]` too, and nobody looks for them
+        plain     tokens at which alone open gates have their price; None: at all of them
         """
         self._to_pay.clear()
+        self._plain = None if plain is None else plain[..., None]
         x, state = self.model.encode(tokens, state, reset=reset)
+        if targets is None:
+            return x.new_zeros(()), x.new_zeros((), dtype=torch.int64), state
         if places is not None:
             x, wanted = x.flatten(0, 1).index_select(0, places), targets
         elif self.dense:

@@ -56,8 +56,8 @@ class RecordedGradients(Gradients):
         room = LEAST_TARGETS
         while room < len(places):
             room *= 4
-        state = None if work.begins else self.carried[0]
-        key = *work.tokens.shape, room, state is None
+        state = self._begun(work, None if work.begins else self.carried[0])
+        key = *work.tokens.shape, room, state is None, work.plain is None
         if key not in self._recordings:
             self._recordings[key] = _Recording(self, work, room, self._pool, state)
         loss, after = self._recordings[key](work, places, state)
@@ -79,6 +79,7 @@ class _Recording:
         self.tokens = work.tokens.to(device)
         self.targets = torch.zeros(room, dtype=torch.int64, device=device)
         self.places = torch.zeros(room, dtype=torch.int64, device=device)
+        self.plain = None if work.plain is None else work.plain.to(device)
         self.share = torch.ones((), device=device)
         self.before = None if state is None else state.clone()
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
@@ -103,6 +104,8 @@ class _Recording:
             (self.targets, pad(wanted, (0, more), value=NO_TARGET)),
         ):
             mine.copy_(given.pin_memory(), non_blocking=True)
+        if self.plain is not None and work.plain is not None:
+            self.plain.copy_(work.plain.pin_memory(), non_blocking=True)
         if self.before is not None and state is not None:
             given = state.tensors()
             for name, mine in self.before.tensors().items():
@@ -116,7 +119,11 @@ class _Recording:
     def _step(self) -> tuple[Tensor, ModelState]:
         with precision(self.config, self.ranks):
             nats, _, after = self.objective(
-                self.tokens, self.targets, self._begun(), places=self.places
+                self.tokens,
+                self.targets,
+                self._begun(),
+                places=self.places,
+                plain=self.plain,
             )
         loss = nats / self.share
         loss.backward()

@@ -54,18 +54,28 @@ class Work(NamedTuple):
     """False: memories go on from those of the step before."""
     ends: bool = True
     """False: those of the next step do."""
+    before: Tensor | None = None
+    """`[b n]`: tokens that memories read first, of which nothing is learned; None: none."""
+    plain: Tensor | None = None
+    """`[b t]`: tokens that nobody asks about; memories pay for being open to these alone. None:
+    nobody knows, and they pay for all."""
 
     def rows(self, begin: int, end: int) -> Work:
-        reset = None if self.reset is None else self.reset[begin:end]
-        return Work(self.tokens[begin:end], self.targets[begin:end], reset)
+        some = (None if x is None else x[begin:end] for x in (self.reset, self.before, self.plain))
+        reset, before, plain = some
+        tokens, targets = self.tokens[begin:end], self.targets[begin:end]
+        return Work(tokens, targets, reset, before=before, plain=plain)
 
     def segments(self, length: int | None) -> list[Work]:
         """The same tokens in segments, the last one maybe shorter."""
         if length is None or length >= self.tokens.shape[1]:
             return [self]
         tokens, targets = self.tokens.split(length, 1), self.targets.split(length, 1)
-        resets = [None] * len(tokens) if self.reset is None else self.reset.split(length, 1)
-        return [Work(*parts) for parts in zip(tokens, targets, resets, strict=True)]
+        nothing = [None] * len(tokens)
+        resets = nothing if self.reset is None else self.reset.split(length, 1)
+        plains = nothing if self.plain is None else self.plain.split(length, 1)
+        sides = zip(tokens, targets, resets, plains, strict=True)
+        return [Work(x, wanted, reset, plain=plain) for x, wanted, reset, plain in sides]
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens, targets and resets there; to a GPU without waiting for it. Resets that are

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 
 from atlas_lm.models.lm import NO_TARGET, LanguageModel, ModelState
 from atlas_lm.ops.carried import Carried
+from atlas_lm.ops.host import to_device
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.ranks import Ranks, adding_up, local, whole
 from atlas_lm.train.sources import Work
+
+AT_ONCE = 1 << 17
+"""Tokens of all rows that are read at once where nothing is learned."""
 
 
 class Gradients:
@@ -34,7 +38,7 @@ class Gradients:
         total = torch.zeros((), device=self.ranks.device)
         after: list[ModelState | None] = []
         for part, (rows, state) in enumerate(zip(self._parts(work), self.carried, strict=True)):
-            state = None if work.begins else state
+            state = self._begun(rows, None if work.begins else state)
             segments = rows.segments(self.config.segment)
             for number, segment in enumerate(segments):
                 last = part == self.config.accumulate - 1 and number == len(segments) - 1
@@ -44,6 +48,15 @@ class Gradients:
             after.append(None if work.ends else state)
         return total, after
 
+    @torch.no_grad()
+    def _begun(self, work: Work, state: ModelState | None) -> ModelState | None:
+        """The memories with which the rows begin, after what is to be read before."""
+        length = max(AT_ONCE // len(work.tokens), 1)
+        for tokens in () if work.before is None else work.before.split(length, 1):
+            with precision(self.config, self.ranks):
+                _, _, state = self.objective(tokens.to(self.ranks.device), None, state)
+        return state
+
     def _parts(self, work: Work) -> list[Work]:
         size = len(work.tokens) // self.config.accumulate
         return [work.rows(i, i + size) for i in range(0, len(work.tokens), size)]
@@ -52,8 +65,9 @@ class Gradients:
         self, work: Work, state: ModelState | None, share: float
     ) -> tuple[Tensor, ModelState]:
         tokens, targets, reset = work.to(self.ranks.device)
+        plain = None if work.plain is None else to_device(work.plain, self.ranks.device)
         with precision(self.config, self.ranks):
-            nats, _, after = self.objective(tokens, targets, state, reset)
+            nats, _, after = self.objective(tokens, targets, state, reset, plain=plain)
         loss = nats / share
         loss.backward()
         return loss.detach(), after.detach()

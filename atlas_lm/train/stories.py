@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from atlas_lm.demo.forms import form_words
 from atlas_lm.demo.words import WORDS, Words, words_in
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.niah import read_words
+from atlas_lm.tasks.samples import generator_of
 from atlas_lm.tasks.table import Folders, Materials
 from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
 from atlas_lm.train.config import StoryData, TrainConfig
@@ -30,6 +32,8 @@ from atlas_lm.train.story_rows import KINDS, Book, Row
 
 STRANGE_TOKENS = 1_000_000
 """Tokens of the books whose words may stand in facts."""
+PAUSING = 0.125
+"""Part of the rows before which there is plain text."""
 
 
 # Batches
@@ -78,14 +82,33 @@ class StoryMaterial:
                 work, kinds = _stacked(made)
                 yield work._replace(kinds={n: kinds == i for i, n in enumerate(KINDS)})
 
-    def works(self, length: int, seed: int, step: int, count: int, numbers: range) -> list[Work]:
-        """The rows of these numbers, at this step and those that go on from it."""
-        book = self.books["train"]
+    def works(
+        self,
+        length: int,
+        seed: int,
+        step: int,
+        numbers: range,
+        pauses: Sequence[torch.Tensor | None],
+    ) -> list[Work]:
+        """The rows of these numbers, at this step and those that go on from it, each after its
+        pause."""
+        book, count = self.books["train"], len(pauses)
         texts = [book.rows(length, seed, step, number, count) for number in numbers]
         return [
-            _stacked([next(text) for text in texts])[0]._replace(begins=i == 0, ends=i == count - 1)
-            for i in range(count)
+            _stacked([next(text) for text in texts])[0]._replace(
+                begins=i == 0, ends=i == count - 1, before=before
+            )
+            for i, before in enumerate(pauses)
         ]
+
+    def pause(self, length: int, seed: int, step: int, numbers: range) -> torch.Tensor | None:
+        """Plain text before the rows of a step, at times; few lengths of it as often as many."""
+        draw = generator_of("story pause", seed, step)
+        if not self.data.pauses or draw.random() >= PAUSING:
+            return None
+        count = length * int((self.data.pauses + 1) ** draw.random())
+        book = self.books["train"]
+        return torch.from_numpy(np.stack([book.plain(count, seed, step, n) for n in numbers]))
 
     def prompts(self, count: int) -> list[str]:
         return []
@@ -94,8 +117,8 @@ class StoryMaterial:
 def _stacked(rows: list[Row]) -> tuple[Work, torch.Tensor]:
     """Rows side by side, and the kind of every target."""
     sides = zip(*rows, strict=True)
-    tokens, targets, kinds = (torch.from_numpy(np.stack(side)) for side in sides)
-    return Work(tokens, targets, None), kinds
+    tokens, targets, kinds, plain = (torch.from_numpy(np.stack(side)) for side in sides)
+    return Work(tokens, targets, None, plain=plain), kinds
 
 
 class StorySource:
@@ -126,7 +149,11 @@ class StorySource:
         step = number + more * (rows - 1)
         length = self.length_of(step)
         mine = self.ranks.mine(range(config.length // length * config.batch))
-        return self.material.works(length, config.seed, step, rows, mine)
+        pauses: list[torch.Tensor | None] = [None]
+        if number >= self.growing:
+            pause = partial(self.material.pause, length, config.seed, numbers=mine)
+            pauses = [pause(step=step + i) for i in range(rows)]
+        return self.material.works(length, config.seed, step, mine, pauses)
 
     def texts_at(self, step: int) -> tuple[int, int]:
         """The number of the texts of a step, and which of its steps it is."""
@@ -175,21 +202,28 @@ def _together(source: StorySource, workers: int, numbers: Iterator[int]) -> Iter
     return map(_unpacked, loader)
 
 
-Packed = list[tuple[np.ndarray, bool, bool]]
-"""Tokens and targets `[2 b t]`, whether memories begin and end."""
+Packed = list[tuple[np.ndarray, bool, bool, np.ndarray | None]]
+"""Tokens, targets and which are plain `[3 b t]`, whether memories begin and end, and what is read
+before."""
 
 
 def _packed(works: list[Work]) -> Packed:
     """Through a pipe: tensors would all lie in shared memory, of which there is little at times."""
-    both = (torch.stack([work.tokens, work.targets]).int().numpy() for work in works)
-    return [(x, work.begins, work.ends) for x, work in zip(both, works, strict=True)]
+    found: Packed = []
+    for work in works:
+        assert work.plain is not None
+        sides = torch.stack([work.tokens, work.targets, work.plain.long()]).int().numpy()
+        before = None if work.before is None else work.before.int().numpy()
+        found.append((sides, work.begins, work.ends, before))
+    return found
 
 
 def _unpacked(packed: Packed) -> list[Work]:
     found = []
-    for both, begins, ends in packed:
-        tokens, targets = torch.from_numpy(both).long()
-        found.append(Work(tokens, targets, None, begins=begins, ends=ends))
+    for sides, begins, ends, earlier in packed:
+        tokens, targets, plain = torch.from_numpy(sides).long()
+        before = None if earlier is None else torch.from_numpy(earlier).long()
+        found.append(Work(tokens, targets, None, None, begins, ends, before, plain.bool()))
     return found
 
 

@@ -57,6 +57,8 @@ class Row(NamedTuple):
     targets: np.ndarray
     kinds: np.ndarray
     """Of every target the number of its kind, in the order of KINDS; -1: there is none."""
+    plain: np.ndarray
+    """Whether a token is one of the books."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,13 @@ class Book:
             row, new = self._row(length, seed, step + at, number, facts, told)
             yield row
             told += new
+
+    def plain(self, length: int, seed: int, step: int, number: int) -> np.ndarray:
+        """So many tokens of the books, from any place on."""
+        tokens = self.haystack.tokens
+        draw = generator_of("plain text", self.part, length, seed, step, number)
+        first = int(draw.integers(len(tokens)))
+        return tokens.take(np.arange(first, first + length), mode="wrap").astype(np.int64)
 
     def _facts_of(self, length: int, draw: np.random.Generator, count: int) -> list[int]:
         """How many each row of a text tells: as many as are wished and fit, few as often as many,
@@ -294,19 +303,21 @@ class Book:
             for piece in filled.pieces
         ]
         tokens = np.concatenate([*pieces, *(said.tokens for said in at_end)]).astype(np.int64)
-        kinds = np.full(length + 1, -1, np.int64)
+        kinds, plain = np.full(length + 1, -1, np.int64), np.ones(length + 1, bool)
         begins = [*filled.positions]
         for said in at_end:
             begins.append(room)
             room += len(said.tokens)
         for begin, said in zip(begins, (*placed, *at_end), strict=True):
             end = begin + len(said.tokens)
+            plain[begin:end] = False
             if said.answer:
                 kinds[end - said.answer : end] = list(KINDS.values()).index(said.kind)
         learned = kinds >= 0
         if self.data.text and self.part == "train":
             learned |= draw.random(length + 1) < self.data.text
-        return Row(tokens[:-1], np.where(learned, tokens, NO_TARGET)[1:], kinds[1:])
+        targets = np.where(learned, tokens, NO_TARGET)[1:]
+        return Row(tokens[:-1], targets, kinds[1:], plain[:-1])
 
 
 def _still_true(earlier: Sequence[Fact], now: Sequence[Fact]) -> list[Fact]:
