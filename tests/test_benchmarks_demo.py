@@ -1,6 +1,8 @@
 """The figures of the demo: books that are made, read side by side, and counted."""
 
+import gzip
 import json
+import subprocess
 import sys
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from atlas_lm.demo.facts import TASK
 from atlas_lm.models import LanguageModel, ModelConfig, save_model
 from atlas_lm.text import ByteTokenizer, load_tokenizer, save_tokenizer
-from benchmarks import demo
+from benchmarks import demo, demo_models, demo_texts
 
 ANY = ("nothing", "happens", "rains", "sings", "waits", "falls", "shines", "grows")
 LINES = [f"Line {i} of a book in which nobody {ANY[i % 8]} at all.\n" for i in range(2000)]
@@ -105,3 +107,86 @@ def test_the_command(model, shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*given, "--books", "1", "2", "3"])
     with pytest.raises(SystemExit):
         demo.main()
+
+
+# Texts and models
+
+
+def test_texts_to_learn_with_and_to_test_with(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "data"
+    for name in ("litbank_books", "enwik8", "pg19_test_subset"):
+        (data / name).mkdir(parents=True)
+    books = "".join(json.dumps({"text": f"Novel {i}.", "title": "x"}) + "\n" for i in range(10))
+    (data / "litbank_books/litbank_100_books.jsonl.gz").write_bytes(gzip.compress(books.encode()))
+    page = (
+        "<page>\n<title>Huns</title>\n&lt;b&gt;They&lt;/b&gt; rode; see http://a.b/c too.\n</page>"
+    )
+    (data / "enwik8/enwik8.gz").write_bytes(gzip.compress(page.encode()))
+    (data / "pg19_test_subset/7.txt").write_text("An old book.")
+    monkeypatch.setattr(sys, "argv", ["demo_texts", str(data), str(tmp_path / "out")])
+    demo_texts.main()
+    found = {
+        path.name: gzip.decompress(path.read_bytes()).decode()
+        for path in tmp_path.glob("out/*/*.gz")
+    }
+    assert [json.loads(line)["text"] for line in found["novels.jsonl.gz"].splitlines()] == [
+        f"Novel {i}." for i in (1, 3, 6, 8)
+    ]
+    assert found["encyclopaedia.txt.gz"].split() == ["Huns", "They", "rode;", "see", "too."]
+    assert found["7.txt.gz"] == "An old book."
+    assert len(found["docstrings.txt.gz"]) > 1_000_000
+    read = "".join(demo_texts.python_texts().pieces())
+    assert found["docstrings.txt.gz"][:2000] not in read
+    assert "novels.jsonl.gz" in capsys.readouterr().out
+
+
+def test_models_that_the_recipe_names():
+    models = demo_models.named()
+    assert list(models) == ["gated_delta_net", "delta_net", "titans", "atlas", "swa"]
+    assert models["gated_delta_net"] == []
+    assert models["titans"][-4:] == ["--batch", "8", "--steps", "24000"]
+    assert "--data.pauses" in models["swa"]
+
+
+WAITS = """
+import signal, sys, time
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(130)
+signal.signal(signal.SIGINT, stop)
+print("began", flush=True)
+time.sleep(60)
+"""
+
+
+def test_models_are_saved_when_time_is_over(tmp_path, monkeypatch, capsys):
+    def started(name, options):
+        with (options.out / f"{name}.log").open("a") as log:
+            return subprocess.Popen([sys.executable, "-c", WAITS], stdout=log)
+
+    monkeypatch.setattr(demo_models, "started", started)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    words = [str(tmp_path), str(tmp_path / "out"), "--seconds", "3", "--models", "swa", "titans"]
+    monkeypatch.setattr(sys, "argv", ["demo_models", *words])
+    demo_models.main()
+    said = capsys.readouterr().out
+    assert said[said.index("== swa") :].split() == (
+        ["==", "swa", "began", "saved", "==", "titans", "began", "saved"]
+    )
+
+
+def test_a_model_is_trained_by_the_recipe_and_what_changes_it(tmp_path, monkeypatch):
+    given = {}
+
+    def popen(command, **_):
+        given["command"] = command
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    options = demo_models.argparse.Namespace(
+        books=tmp_path, out=tmp_path, workers=3, change=["--steps", "8"]
+    )
+    demo_models.started("delta_net", options)
+    command = " ".join(map(str, given["command"]))
+    assert "-m atlas_lm train demo --resume --graph" in command
+    assert f"--data.test-books {tmp_path / 'test'}" in command
+    assert command.index("--model.rule delta_net") < command.index("--steps 8")

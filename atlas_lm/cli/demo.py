@@ -100,7 +100,9 @@ class Demo:
                 "asked with --model DIR"
             )
         task = Task.load(found)
-        return Reader(found.absolute().name, *open_model(found, self.device), task)
+        model, tokenizer = open_model(found, self.device)
+        # The file has half the bits, for its size; on a CPU they would be slow, too.
+        return Reader(found.absolute().name, model.float(), tokenizer, task)
 
     def _window(self) -> Reader | None:
         there = self.window is not None or (SHIPPED / "window").is_dir()

@@ -20,15 +20,14 @@ def demo() -> TrainConfig:
 
         --model.rule delta_net
         --model.rule titans --model.heads 4 --model.d-k 48 --model.d-v 48 --model.mlp 512
+            --batch 8 --steps 24000
         --model.rule atlas --model.heads 6 --model.d-k 16 --model.d-v 32 --model.mlp 512
-        --model.rule swa --model.heads 4 --model.mlp 512 --data.rows 1 --data.pauses 0
+            --batch 8 --steps 24000
+        --model.rule swa --model.heads 4 --model.mlp 512
+            --data.rows 1 --data.pauses 0 --steps 64000
 
-    the two in the middle with `--batch 8 --steps 24000`.
-
-    The convolution reaches over a subject of several tokens and on to its value. What a fact has to
-    be found by is learned in short texts and many small steps, so longer ones come in later, and so
-    does the price of writing. A text goes on over few rows: over 64 of them, the facts of a step
-    were those of the step before, and were learned by heart (docs/log.md).
+    The convolution reaches over a subject and on to its value. What a fact has to be found by is
+    learned in short texts and many small steps; long texts and the price of writing come later.
     """
     return TrainConfig(
         model=ModelConfig(

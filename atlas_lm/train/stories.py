@@ -30,8 +30,8 @@ from atlas_lm.train.ranks import Ranks, agreed
 from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work, drawn_at
 from atlas_lm.train.story_rows import KINDS, Book, Row
 
-STRANGE_TOKENS = 1_000_000
-"""Tokens of the books whose words may stand in facts."""
+STRANGE_TOKENS, STRANGE_PLACES = 1_000_000, 16
+"""Tokens of the books whose words may stand in facts, and in how many places they lie."""
 PAUSING = 0.125
 """Part of the rows before which there is plain text."""
 
@@ -256,7 +256,9 @@ def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) ->
             nouns=_both(words.nouns, more.nouns),
         )
     if data.strange:
-        text = tokenizer.decode(haystack.tokens[:STRANGE_TOKENS].tolist())
+        parts = np.array_split(haystack.tokens, STRANGE_PLACES)
+        some = np.concatenate([part[: STRANGE_TOKENS // STRANGE_PLACES] for part in parts])
+        text = tokenizer.decode(some.tolist())
         words = replace(
             words,
             strange=tuple(sorted(words_in(text))),
