@@ -1,6 +1,6 @@
 """The demo's models trained side by side on one GPU: `python -m benchmarks.demo_models BOOKS OUT`.
 
-    python -m benchmarks.demo_models BOOKS OUT --seconds 580 --models gated_delta_net delta_net
+    python -m benchmarks.demo_models BOOKS OUT --seconds 580 --models ours delta_net
 
 BOOKS is what `benchmarks.demo_texts` makes, with a tokenizer.json beside its folders, which is made
 if there is none. The models are those that the recipe `demo` names. After so many seconds all of
@@ -27,10 +27,10 @@ LINES = 4
 
 def named() -> dict[str, list[str]]:
     """What changes the recipe to each of its models, by rule; its own has nothing to change."""
-    found = {str(demo().model.rule): list[str]()}
-    for lines in re.findall(r"^ +(--model\.rule .*(?:\n +--[^m].*)*)$", demo.__doc__ or "", re.M):
+    found = {"ours": list[str]()}
+    for lines in re.findall(r"^ +(--model\.rule .*(?:\n {12}--.*)*)$", demo.__doc__ or "", re.M):
         words = lines.split()
-        found[words[1]] = words
+        found[words[1].split(",")[-1]] = words
     return found
 
 

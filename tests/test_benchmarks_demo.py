@@ -142,8 +142,8 @@ def test_texts_to_learn_with_and_to_test_with(tmp_path, monkeypatch, capsys):
 
 def test_models_that_the_recipe_names():
     models = demo_models.named()
-    assert list(models) == ["gated_delta_net", "delta_net", "titans", "atlas", "swa"]
-    assert models["gated_delta_net"] == []
+    assert list(models) == ["ours", "delta_net", "titans", "atlas", "swa"]
+    assert models["ours"] == []
     assert models["titans"][-4:] == ["--batch", "8", "--steps", "24000"]
     assert "--data.pauses" in models["swa"]
 

@@ -97,8 +97,10 @@ class GateMaps(nn.Module):
 
     def ajar(self, x: Tensor) -> Tensor:
         """How far what writes and what forgets is from being closed for good, in each head
-        `[b t h]`; where it is not, a gradient closes it."""
+        `[b t h]`; where it is not, a gradient closes it. A memory that fades by itself need not."""
         made = self._raw(x)
+        if self.rule.retention == "fixed":
+            return torch.zeros_like(made["rate"][..., 0])
         closing = [made[name][..., 0] for name in ("rate", "retention") if name in made]
         return torch.stack([(raw + MARGIN).clamp(min=0) for raw in closing]).sum(0)
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from atlas_lm.models.config import ModelConfig
+from atlas_lm.rules import RULES
 from atlas_lm.train.config import StoryData, TrainConfig
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
+
+SHORT = replace(RULES["gated_delta_net"], retention="fixed")
+"""A memory of the last 32 to 128 tokens. The others, which are to stand still where nothing is
+told, learn from it where that is: gates see one token, and what the blocks before them read."""
 
 
 def demo() -> TrainConfig:
@@ -18,11 +25,11 @@ def demo() -> TrainConfig:
     where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. The
     memory of a text is a file of 0.8 MB. What others of about that size are (up to 1 MB):
 
-        --model.rule delta_net
-        --model.rule titans --model.heads 4 --model.d-k 48 --model.d-v 48 --model.mlp 512
-            --batch 8 --steps 24000
-        --model.rule atlas --model.heads 6 --model.d-k 16 --model.d-v 32 --model.mlp 512
-            --batch 8 --steps 24000
+        --model.rule gated_delta_net:retention=fixed,delta_net,delta_net,delta_net
+        --model.rule gated_delta_net:retention=fixed,titans,titans,titans
+            --model.heads 4 --model.d-k 48 --model.d-v 48 --model.mlp 512 --batch 8 --steps 24000
+        --model.rule gated_delta_net:retention=fixed,atlas,atlas,atlas
+            --model.heads 6 --model.d-k 16 --model.d-v 32 --model.mlp 512 --batch 8 --steps 24000
         --model.rule swa --model.heads 4 --model.mlp 512
             --data.rows 1 --data.pauses 0 --steps 64000
 
@@ -36,7 +43,7 @@ def demo() -> TrainConfig:
             heads=3,
             d_k=128,
             d_v=128,
-            rule="gated_delta_net",
+            rule=(SHORT, "gated_delta_net", "gated_delta_net", "gated_delta_net"),
             conv=8,
             expansion=1,
             mlp=192,
