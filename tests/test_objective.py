@@ -38,8 +38,7 @@ def test_open_gates_cost_their_price(rule):
         assert torch.equal(dear(*rows())[0], free(*rows())[0])
 
 
-def test_only_plain_tokens_have_a_price():
-    """That of one token is what is paid more with it than without."""
+def test_gates_are_open_for_nothing_where_a_token_is_not_plain():
     objective = NextToken(made("gated_delta_net"), price=2.0)
     everywhere, *_ = objective(*rows())
     plain = torch.ones_like(rows()[0], dtype=torch.bool)
@@ -53,6 +52,22 @@ def test_only_plain_tokens_have_a_price():
     )
     with torch.no_grad():
         assert torch.equal(objective(*rows())[0], nothing)
+
+
+def test_a_gate_that_is_closed_at_all_tokens_opens_where_they_are_not_plain():
+    """It has no other gradient."""
+    model = made("gated_delta_net")
+    maps = [part for part in model.modules() if isinstance(part, GateMaps)]
+    for part in maps:
+        torch.nn.init.constant_(part.up.bias, -1.0)
+    plain = torch.ones_like(rows()[0], dtype=torch.bool)
+    for told, moved in (([], False), ([3, 4], True)):
+        plain[:, told] = False
+        paid, *_ = NextToken(model, price=1.0)(*rows(), plain=plain)
+        grads = torch.autograd.grad(paid, [part.up.bias for part in maps])
+        rates = [grad[:2] for grad in grads]  # of the two heads
+        assert all(bool((grad < 0).all()) is moved for grad in rates)
+        assert moved or not any(grad.any() for grad in rates)
 
 
 def closed_parts(model: LanguageModel) -> tuple[float, float]:

@@ -95,14 +95,19 @@ class GateMaps(nn.Module):
             share = share / (1 - gates.momentum)
         return share
 
-    def ajar(self, x: Tensor) -> Tensor:
-        """How far what writes and what forgets is from being closed for good, in each head
-        `[b t h]`; where it is not, a gradient closes it. A memory that fades by itself need not."""
+    def astray(self, x: Tensor, plain: Tensor | None = None) -> Tensor:
+        """How far gates are from where they belong, in each head `[b t h]`: what writes and what
+        forgets from closed for good. Where a token is not plain `[b t]`, what writes from being
+        about to open: closed any further it would have no gradient, and stay so. A memory that
+        fades by itself has none astray."""
         made = self._raw(x)
+        rate = made["rate"][..., 0]
         if self.rule.retention == "fixed":
-            return torch.zeros_like(made["rate"][..., 0])
-        closing = [made[name][..., 0] for name in ("rate", "retention") if name in made]
-        return torch.stack([(raw + MARGIN).clamp(min=0) for raw in closing]).sum(0)
+            return torch.zeros_like(rate)
+        away = (rate + MARGIN).clamp(min=0)
+        if "retention" in made:
+            away = away + (made["retention"][..., 0] + MARGIN).clamp(min=0)
+        return away if plain is None else torch.where(plain[..., None], away, (-rate).clamp(min=0))
 
     def _raw(self, x: Tensor) -> dict[str, Tensor]:
         """What the gates are made from `[b t h .]`, by name."""

@@ -28,7 +28,7 @@ class NextToken(nn.Module):
         """Stays where it is, for graphs that read it."""
         self._to_pay: list[Tensor] = []
         """How far every layer of the pass that is under way is open, where it pays for that."""
-        self._plain: Tensor | None = None
+        self._plain: TokenFlag | None = None
         for part in model.modules() if price else ():
             if isinstance(part, GateMaps):
                 part.register_forward_hook(self._note)
@@ -40,8 +40,7 @@ class NextToken(nn.Module):
 
     def _note(self, maps: GateMaps, inputs: tuple, _: Gates) -> None:
         if torch.is_grad_enabled():
-            ajar = maps.ajar(inputs[0])
-            self._to_pay.append((ajar if self._plain is None else ajar * self._plain).mean())
+            self._to_pay.append(maps.astray(inputs[0], self._plain).mean())
 
     def forward(
         self,
@@ -59,10 +58,11 @@ class NextToken(nn.Module):
         targets   None: it is read, and no more
         places    `[n]`, where the targets are known to stand among all tokens of the batch: then
                   targets are `[n]` too, and nobody looks for them
-        plain     tokens at which alone open gates have their price; None: at all of them
+        plain     tokens at which open gates have their price; at others closed ones have, which
+                  would stay so. None: open ones have it at all tokens
         """
         self._to_pay.clear()
-        self._plain = None if plain is None else plain[..., None]
+        self._plain = plain
         x, state = self.model.encode(tokens, state, reset=reset)
         if targets is None:
             return x.new_zeros(()), x.new_zeros((), dtype=torch.int64), state
