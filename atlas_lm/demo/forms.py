@@ -142,7 +142,7 @@ CODES += _made(
     "{value}.",
 )
 CODES += _made(
-    "on the lid of|inside|beneath|on the cover of|above|on the door of|at the edge of|beside",
+    "on the lid of|inside|beneath|on the cover of|above|on the rim of|at the edge of|beside",
     "the {subject}",
     "appears|one sees|hangs|we find|someone daubed|shines|gleams|you read",
     "the code|the number|a",
@@ -321,7 +321,7 @@ PLACES += _made(
     "joined|toured|inspected|attained|boarded|patrolled|stormed|claimed|frequented|passed|skirted|"
     "surveyed|regained|revisited|sighted|made|arrived at|landed at|came upon|chanced upon|got to|"
     "ended up in|settled in|camped in|lodged in|stopped at|halted at|paused in|turned into|"
-    "checked into|broke into|dropped into|looked into|called at|took refuge in|hid in|enters|"
+    "checked into|broke into|dropped into|looked into|called at|took shelter in|hid in|enters|"
     "has visited|is nearing|has found|touched|commands|sketched|remembered|sought out|hated|"
     "climbed|swam across|looked for|was shown|was given|had to leave us for|gave us|opened|locked",
     "the {value}.",

@@ -37,8 +37,8 @@ class Words:
     """Part of the strange words that are made of the beginning of one and the end of another: of
     those there are so many that they cannot be known by heart."""
     loose: float = 0.0
-    """Part of the words around a subject that are strange ones too: whoever learns with them learns
-    to read sentences that it never saw."""
+    """Part of the words around a subject that are strange ones too, up to a half: whoever learns
+    with them learns to read sentences that it never saw."""
     never: frozenset[str] = frozenset()
     """What no word may be."""
 
@@ -66,11 +66,15 @@ class Words:
         return one if word in self.never or len(word) < SHORTEST else word
 
     def sentence(self, form: str, draw: np.random.Generator) -> str:
-        """The form, some of its words replaced; articles stay, since they say where a thing is."""
+        """The form, some of its words replaced, of some sentences all and of others none; articles
+        stay, since they say where a thing is."""
         if not (self.loose and self.strange):
             return form
+        some, rate = draw.random(2).tolist()
+        if some >= 2 * self.loose:
+            return form
         parts = list(_cut(form))  # words at odd places
-        loose = np.flatnonzero(draw.random(len(parts) // 2) < self.loose)
+        loose = np.flatnonzero(draw.random(len(parts) // 2) < rate)
         for at in (1 + 2 * loose).tolist():
             if parts[at].lower() != "the":
                 parts[at] = self._like(parts[at], draw)

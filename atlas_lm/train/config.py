@@ -193,7 +193,7 @@ class StoryData:
     """Part of those that are made of two: whoever learns to write down the words of a list does not
     learn to write down others."""
     loose: float = 0.1
-    """Part of the words around a subject that are any words too, in training."""
+    """Part of the words around a subject that are any words too, in training, up to a half."""
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
@@ -210,6 +210,8 @@ class StoryData:
         for name in parts.split():
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
+        if self.loose > 0.5:
+            raise ValueError(f"data.loose: {self.loose}; expected 0.5 at most")
         least = {"moves": 1, "between": 0, "at_end": 1, "rows": 1, "pauses": 0, "workers": 0}
         for name, fewest in least.items():
             _expect_at_least(f"data.{name}", getattr(self, name), fewest)
