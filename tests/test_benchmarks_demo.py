@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import torch
 from atlas_lm.demo.facts import TASK
 from atlas_lm.models import LanguageModel, ModelConfig, save_model
 from atlas_lm.text import ByteTokenizer, load_tokenizer, save_tokenizer
-from benchmarks import demo, demo_models, demo_texts
+from benchmarks import demo, demo_faults, demo_models, demo_texts
 
 ANY = ("nothing", "happens", "rains", "sings", "waits", "falls", "shines", "grows")
 LINES = [f"Line {i} of a book in which nobody {ANY[i % 8]} at all.\n" for i in range(2000)]
@@ -189,4 +190,40 @@ def test_a_model_is_trained_by_the_recipe_and_what_changes_it(tmp_path, monkeypa
     command = " ".join(map(str, given["command"]))
     assert "-m atlas_lm train demo --resume --graph" in command
     assert f"--data.test-books {tmp_path / 'test'}" in command
-    assert command.index("--model.rule delta_net") < command.index("--steps 8")
+    assert command.index("delta_net,delta_net") < command.index("--steps 8")
+
+
+def test_what_goes_wrong_is_told(model, tmp_path, monkeypatch, capsys):
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "a.txt").write_text("".join(LINES))
+    words = [str(model), str(tmp_path), "--rows", "2", "--facts", "2", "--before", "0", "5000"]
+    monkeypatch.setattr(sys, "argv", ["demo_faults", *words])
+    demo_faults.main()
+    said = capsys.readouterr().out
+    assert len(re.findall(r"block 0: open to plain text +\d+\.\d+ %", said)) == 1  # swa has none
+    assert "  0.0 % of" in said
+    assert "At last ... reached the ..." in said
+    assert "after 5,000 tokens, test: codes 0.000 places 0.000" in said
+
+
+def test_heads_are_as_open_as_their_gates_say(model):
+    made, _ = demo_faults.open_model(model, "cpu")
+    tokens = torch.arange(64)[None]
+    (opened,) = demo_faults.open_gates(made, tokens)
+    assert opened.shape == (1, 64, 2)
+    assert 0.3 < float(opened.mean()) < 0.7  # as they begin
+
+
+@torch.no_grad()
+def test_answers_count_if_all_of_their_tokens_are_what_the_model_says(model):
+    made, _ = demo_faults.open_model(model, "cpu")
+    tokens = torch.arange(64).repeat(3, 1)
+    _, state = made(torch.arange(100)[None])
+    targets = made(tokens, demo_faults.for_rows(state, 3))[0].argmax(-1)
+    targets[2, 12] += 1
+    asked = torch.zeros_like(tokens, dtype=torch.bool)
+    asked[:, 10:14] = True
+    work = demo_faults.Work(tokens, targets, None, kinds={"codes": asked})
+    assert demo_faults.known(made, work, state) == {"codes": pytest.approx(2 / 3)}
+    assert demo_faults.known(made, work, None)["codes"] < 2 / 3

@@ -77,10 +77,13 @@ class StoryMaterial:
         for step in range(config.evaluate_batches):
             mine = ranks.mine(range(config.batch))
             for begin in range(0, len(mine), size):
-                some = mine[begin : begin + size]
-                made = [self.books["test"].row(length, EVALUATION_SEED, step, n) for n in some]
-                work, kinds = _stacked(made)
-                yield work._replace(kinds={n: kinds == i for i, n in enumerate(KINDS)})
+                yield self.asked("test", length, step, mine[begin : begin + size])
+
+    def asked(self, part: Part, length: int, step: int, numbers: range) -> Work:
+        """Rows to evaluate, with the kinds of their questions."""
+        book = self.books[part]
+        work, kinds = _stacked([book.row(length, EVALUATION_SEED, step, n) for n in numbers])
+        return work._replace(kinds={name: kinds == i for i, name in enumerate(KINDS)})
 
     def works(
         self,
