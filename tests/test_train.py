@@ -859,7 +859,7 @@ GRADIENTS_STAY = "the gradient of blocks.1.mlp_norm.weight"
 
 
 def test_too_little_memory_says_what_to_lower(tmp_path, monkeypatch, capsys):
-    def full(self, *_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(NextToken, "forward", full)
