@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,11 +48,11 @@ SHOWN = 16
 
 @torch.no_grad()
 def open_gates(model: LanguageModel, tokens: Tensor) -> list[Tensor]:
-    """How far every head of every block is open, `[b t h]` each."""
+    """The rate at which every head of every block writes, `[b t h]` each."""
     found: list[Tensor] = []
 
-    def note(maps: GateMaps, inputs: tuple, gates: Gates) -> None:
-        found.append(maps.opening(gates, inputs[1]))
+    def note(_maps: GateMaps, _inputs: tuple, gates: Gates) -> None:
+        found.append(gates.rate)
 
     parts = [part for part in model.modules() if isinstance(part, GateMaps)]
     hooks = [part.register_forward_hook(note) for part in parts]
@@ -93,9 +92,7 @@ def by_sentence(reader: Reader, book: Book, texts: int) -> dict[str, list[bool]]
         told = story("test", 0, number, codes=4, movers=4, moves=1, unknown=2)
         said = [ids(book.haystack.separator + fact.text, reader.tokenizer) for fact in told.facts]
         draw = generator_of("demo faults", number)
-        pieces = book.haystack.fill(said, LENGTH, draw).pieces
-        arrays = [p if isinstance(p, np.ndarray) else p.range(0, len(p)) for p in pieces]
-        tokens = torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+        tokens = torch.from_numpy(book.haystack.fill(said, LENGTH, draw).tokens)
         _, state = reader.model.encode(tokens[None])
         answers = reader.answers([each.question for each in told.asked], state)
         for each, answer in zip(told.asked, answers, strict=True):
@@ -126,16 +123,11 @@ def after(model: LanguageModel, book: Book, tokens: int) -> ModelState | None:
     return state
 
 
-def for_rows(state: ModelState | None, rows: int) -> ModelState | None:
-    """The same memory for every row."""
-    return state and state.map(lambda x: x.expand(rows, *x.shape[1:]).clone())
-
-
 @torch.no_grad()
 def known(model: LanguageModel, work: Work, state: ModelState | None) -> dict[str, float]:
     """Shares of the answers that are right, by kind."""
     assert work.kinds is not None
-    x, _ = model.encode(work.tokens, for_rows(state, len(work.tokens)))
+    x, _ = model.encode(work.tokens, state and state.expand(len(work.tokens)))
     wrong = model.logits(x).argmax(-1) != work.targets
     shares = {}
     for kind, asked in work.kinds.items():

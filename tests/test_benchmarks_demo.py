@@ -220,7 +220,7 @@ def test_answers_count_if_all_of_their_tokens_are_what_the_model_says(model):
     made, _ = demo_faults.open_model(model, "cpu")
     tokens = torch.arange(64).repeat(3, 1)
     _, state = made(torch.arange(100)[None])
-    targets = made(tokens, demo_faults.for_rows(state, 3))[0].argmax(-1)
+    targets = made(tokens, state.expand(3))[0].argmax(-1)
     targets[2, 12] += 1
     asked = torch.zeros_like(tokens, dtype=torch.bool)
     asked[:, 10:14] = True

@@ -100,7 +100,7 @@ def test_after_whole_chunks_it_does_not_matter_how_many(rule):
 @pytest.mark.parametrize("begins", [True, False])
 def test_what_is_read_before_is_in_memory_and_nothing_more(begins, monkeypatch):
     """In pieces, and the gradients are those of a memory that was given."""
-    monkeypatch.setattr("atlas_lm.train.step.AT_ONCE", 4 * 64)
+    monkeypatch.setattr("atlas_lm.train.step.TOKENS_AT_ONCE", 4 * 64)
     torch.manual_seed(0)
     model = LanguageModel(MODEL)
     gradients = Gradients(config(graph=False), Ranks(torch.device("cpu")), NextToken(model))

@@ -75,7 +75,7 @@ class GateMaps(nn.Module):
         return torch.cat([torch.full((self.heads * p.width,), p.bias) for p in self.parts])
 
     def forward(self, x: Tensor, coefficients: Tensor | None) -> Gates:
-        made = self._raw(x)
+        made = self._divided(self.up(self.down(x)))
         one = torch.ones_like(made["rate"][..., 0])
         momentum = None
         if "momentum" in made:
@@ -92,19 +92,12 @@ class GateMaps(nn.Module):
             threshold=None if threshold is None else softplus(threshold[..., 0]) + 1e-3,
         )
 
-    def opening(self, gates: Gates, coefficients: Tensor | None) -> Tensor:
-        """How far each head `[b t h]` is open to be written, from exactly 0 to 1."""
-        share = gates.rate / self.highest_rate(coefficients)
-        if gates.momentum is not None and self.rule.optimizer == "momentum":
-            share = share / (1 - gates.momentum)
-        return share
-
-    def astray(self, x: Tensor, plain: Tensor | None = None) -> Tensor:
-        """How far gates are from where they belong, in each head `[b t h]`: what writes and what
-        forgets from closed for good. Where a token is not plain `[b t]`, what writes from being
-        about to open: closed any further it would have no gradient, and stay so. A memory that
-        fades by itself has none astray."""
-        made = self._raw(x)
+    def astray(self, raw: Tensor, plain: Tensor | None = None) -> Tensor:
+        """How far gates are from where they belong, in each head `[b t h]`, by what `up` has made
+        for them: what writes and what forgets from closed for good. Where a token is not plain
+        `[b t]`, what writes from being about to open: closed any further it would have no gradient,
+        and stay so. A memory that fades by itself has none astray."""
+        made = self._divided(raw)
         rate = made["rate"][..., 0]
         if self.rule.retention == "fixed":
             return torch.zeros_like(rate)
@@ -115,9 +108,8 @@ class GateMaps(nn.Module):
             return away
         return torch.where(plain[..., None], away, REVIVAL * (-rate).clamp(min=0))
 
-    def _raw(self, x: Tensor) -> dict[str, Tensor]:
+    def _divided(self, raw: Tensor) -> dict[str, Tensor]:
         """What the gates are made from `[b t h .]`, by name."""
-        raw = self.up(self.down(x))
         raw = raw.to(state_dtype(raw.dtype))
         parts = raw.split([self.heads * p.width for p in self.parts], -1)
         return {

@@ -23,7 +23,7 @@ def demo() -> TrainConfig:
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
     where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. The
-    memory of a text is a file of 0.8 MB. What others of about that size are (up to 1 MB):
+    memory of a text is a file of 0.9 MB. What others of about that size are (up to 1 MB):
 
         --model.rule gated_delta_net:retention=fixed,delta_net,delta_net,delta_net
         --model.rule gated_delta_net:retention=fixed,titans,titans,titans

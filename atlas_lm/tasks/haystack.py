@@ -55,6 +55,12 @@ class Filled(NamedTuple):
     depths: tuple[float, ...]
     """Part of the background that stands before each fact."""
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """All pieces as one, int64."""
+        whole = (p if isinstance(p, np.ndarray) else p.range(0, len(p)) for p in self.pieces)
+        return np.concatenate(list(whole)).astype(np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class Haystack:

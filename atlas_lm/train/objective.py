@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from atlas_lm.models.lm import NO_TARGET, LanguageModel, ModelState
 from atlas_lm.nn.gates import GateMaps
 from atlas_lm.nn.linear_cross_entropy import linear_cross_entropy
-from atlas_lm.ops.state import Gates
 from atlas_lm.shapes import TokenFlag, TokenIds
 
 
@@ -27,20 +28,20 @@ class NextToken(nn.Module):
         self._charged = torch.tensor(price, device=model.embedding.weight.device)
         """Stays where it is, for graphs that read it."""
         self._to_pay: list[Tensor] = []
-        """How far every layer of the pass that is under way is open, where it pays for that."""
+        """How far the gates of every layer of the pass that is under way are astray."""
         self._plain: TokenFlag | None = None
         for part in model.modules() if price else ():
             if isinstance(part, GateMaps):
-                part.register_forward_hook(self._note)
+                part.up.register_forward_hook(partial(self._note, part))
 
     def charge(self, part: float) -> None:
         """From now on, this part of the price."""
         if self.price:
             self._charged.fill_(self.price * part)
 
-    def _note(self, maps: GateMaps, inputs: tuple, _: Gates) -> None:
+    def _note(self, maps: GateMaps, _up: nn.Module, _inputs: tuple, raw: Tensor) -> None:
         if torch.is_grad_enabled():
-            self._to_pay.append(maps.astray(inputs[0], self._plain).mean())
+            self._to_pay.append(maps.astray(raw, self._plain).mean())
 
     def forward(
         self,

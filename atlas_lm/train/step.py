@@ -16,7 +16,7 @@ from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.ranks import Ranks, adding_up, local, whole
 from atlas_lm.train.sources import Work
 
-AT_ONCE = 1 << 17
+TOKENS_AT_ONCE = 1 << 17
 """Tokens of all rows that are read at once where nothing is learned."""
 
 
@@ -51,7 +51,7 @@ class Gradients:
     @torch.no_grad()
     def _begun(self, work: Work, state: ModelState | None) -> ModelState | None:
         """The memories with which the rows begin, after what is to be read before."""
-        length = max(AT_ONCE // len(work.tokens), 1)
+        length = max(TOKENS_AT_ONCE // len(work.tokens), 1)
         for tokens in () if work.before is None else work.before.split(length, 1):
             with precision(self.config, self.ranks):
                 _, _, state = self.objective(tokens.to(self.ranks.device), None, state)

@@ -298,11 +298,7 @@ class Book:
         """One token more than the row has: the last is a target only."""
         room = length + 1 - sum(len(said.tokens) for said in at_end)
         filled = self.haystack.fill([said.tokens for said in placed], room, draw, depths)
-        pieces = [
-            piece if isinstance(piece, np.ndarray) else piece.range(0, len(piece))
-            for piece in filled.pieces
-        ]
-        tokens = np.concatenate([*pieces, *(said.tokens for said in at_end)]).astype(np.int64)
+        tokens = np.concatenate([filled.tokens, *(said.tokens for said in at_end)])
         kinds, plain = np.full(length + 1, -1, np.int64), np.ones(length + 1, bool)
         begins = [*filled.positions]
         for said in at_end:
