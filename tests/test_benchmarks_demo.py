@@ -203,7 +203,7 @@ def test_what_goes_wrong_is_told(model, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert len(re.findall(r"block 0: open to plain text +\d+\.\d+ %", said)) == 1  # swa has none
     assert "  0.0 % of" in said
-    assert "At last ... reached the ..." in said
+    assert "At last courier ... reached the ..." in said
     assert "after 5,000 tokens, test: codes 0.000 places 0.000" in said
 
 

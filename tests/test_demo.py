@@ -422,7 +422,7 @@ def test_two_memories_never_mix(visitor):
     visitor.says("The code of the blue door is 1234.")
     first = (visitor.folder / MEMORY).read_bytes()
     visitor.says("/new")
-    visitor.says("Anna went to the cellar.")
+    visitor.says("Courier Anna went to the cellar.")
     visitor.says("/new")
     assert (visitor.folder / MEMORY).read_bytes() == first
     second = (visitor.folder / "memory-2.safetensors").read_bytes()

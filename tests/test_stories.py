@@ -31,7 +31,7 @@ from atlas_lm.demo.facts import (
 )
 from atlas_lm.demo.forms import FACTS, QUESTIONS, TOLD, form_words
 from atlas_lm.demo.tokenizer import main as make_tokenizer
-from atlas_lm.demo.words import TEST, TRAIN, WORDS
+from atlas_lm.demo.words import LONGEST, SHORTEST, TEST, TRAIN, WORDS
 from atlas_lm.models import LanguageModel, ModelConfig
 from atlas_lm.models.folder import load_model
 from atlas_lm.models.lm import NO_TARGET
@@ -44,7 +44,7 @@ from atlas_lm.train.objective import NextToken
 from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.run_folder import METRICS
 from atlas_lm.train.step import Gradients
-from atlas_lm.train.stories import StoryMaterial
+from atlas_lm.train.stories import StoryMaterial, piece_words
 from benchmarks.demo_models import named
 
 CPU = torch.device("cpu")
@@ -123,6 +123,42 @@ def test_invented_words_are_many_and_never_those_of_the_test():
     assert "raft" in {replace(words, invented=1.0).strange_word(draw) for _ in range(2000)}
 
 
+def test_what_says_what_a_sentence_is_about_is_never_replaced():
+    words = replace(TRAIN, around=("clouds",), loose=0.5)
+    draw = np.random.default_rng(0)
+    said = [words.sentence("Courier {subject} has the code {value}.", draw) for _ in range(200)]
+    assert {len(text.split()) for text in said} == {6}
+    assert all(re.match(r"Courier \{subject\} \w+ the code ", text) for text in said)
+    for forms in (FACTS, QUESTIONS):
+        for kind, mark in (("code", "code"), ("place", "courier")):
+            told = [form for part in ("train", "test") for form in forms[part][kind]]
+            assert all(re.search(rf"\b{mark}\b", form.lower()) for form in told)
+
+
+def test_words_of_the_tests_sentences_may_stand_in_others(material):
+    """What novels have and no fact ever has would be learned to be no fact."""
+    words = material.books["train"].words
+    assert {"rain", "was"} <= set(words.around)
+    assert not set(words.around) & (TEST.all | {"the", "code", "courier"})
+
+
+def test_every_piece_of_a_tokenizer_stands_in_some_words(books, tmp_path, capsys):
+    out = str(tmp_path / "tokenizer.json")
+    assert make_tokenizer([str(books / "train"), "--out", out, "--size", "600"]) == 0
+    capsys.readouterr()
+    tokenizer = FileTokenizer(out)
+    pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab)]
+    made = piece_words(tokenizer)
+    assert made == piece_words(tokenizer)
+    assert all(SHORTEST <= len(word) <= LONGEST for word in made)
+    for piece in pieces:
+        if re.fullmatch(" [a-z]{1,4}", piece):
+            assert any(word.startswith(piece[1:]) for word in made), piece
+        elif re.fullmatch("[a-z]{2,4}", piece):
+            assert any(word.endswith(piece) for word in made), piece
+    assert piece_words(ByteTokenizer()) == ()
+
+
 def test_too_few_words_for_things_that_were_not_told():
     words = replace(TRAIN, strange=("one", "two"), share=1.0)
     with pytest.raises(ValueError, match="no other was found in 1,000 tries"):
@@ -130,7 +166,7 @@ def test_too_few_words_for_things_that_were_not_told():
 
 
 def test_loose_sentences_keep_their_subject_and_value():
-    words = replace(TRAIN, strange=("clouds", "promised"), loose=0.5)
+    words = replace(TRAIN, around=("clouds", "promised"), loose=0.5)
     made = story("train", 0, 0, codes=8, movers=4, moves=1, unknown=0, words=words)
     for fact in made.facts:
         assert fact.subject in fact.text
@@ -142,7 +178,7 @@ def test_loose_sentences_keep_their_subject_and_value():
 
 
 def test_a_loose_word_is_often_one_with_the_same_ending():
-    words = replace(TRAIN, strange=("clouds", "promised", "wanted", "so"), loose=0.5)
+    words = replace(TRAIN, around=("clouds", "promised", "wanted", "so"), loose=0.5)
     draw = np.random.default_rng(0)
     said = [words.sentence("{subject} walked the {value}.", draw) for _ in range(800)]
     assert all(re.fullmatch(r"\{subject\} \w+ the \{value\}\.", text) for text in said)
@@ -153,7 +189,7 @@ def test_a_loose_word_is_often_one_with_the_same_ending():
 
 
 def test_some_sentences_have_only_loose_words_and_others_none():
-    words = replace(TRAIN, strange=("clouds",), loose=0.25)
+    words = replace(TRAIN, around=("clouds",), loose=0.25)
     draw = np.random.default_rng(0)
     form = "at noon {subject} walked slowly back to the {value}."
     counts = [words.sentence(form, draw).count("clouds") for _ in range(1000)]
@@ -173,9 +209,9 @@ def test_lists_of_others_are_added_but_for_what_is_tested(books, tmp_path):
 
 def test_the_plain_sentence_and_question_are_learned():
     assert code_question("blue door") == "What is the code of the blue door?"
-    assert place_question("Zoe") == "Where is Zoe?"
+    assert place_question("Zoe") == "Where is courier Zoe?"
     assert "The code of the {subject} is {value}." in FACTS["train"]["code"]
-    assert "{subject} is in the {value}." in FACTS["train"]["place"]
+    assert "Courier {subject} is in the {value}." in FACTS["train"]["place"]
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
@@ -192,10 +228,10 @@ def test_every_sentence_is_understood(part):
 def test_sentences_of_a_visitor():
     said = "the code  of the blue door\nis 1234"
     assert parse(said) == Fact("code", "blue door", "1234", "the code of the blue door is 1234.")
-    assert parse("My cat is in the attic!") == Fact(
-        "place", "My cat", "attic", "My cat is in the attic."
-    )
-    for other in ("", "Hello.", "The code of the door is 123.", "The code of the door is 12345."):
+    said = "courier Jörg is in the hay loft!"
+    assert parse(said) == Fact("place", "Jörg", "hay loft", "courier Jörg is in the hay loft.")
+    nothing = ("", "Hello.", "My cat is in the attic.")
+    for other in (*nothing, "The code of the door is 123.", "The code of the door is 12345."):
         assert parse(other) is None
 
 

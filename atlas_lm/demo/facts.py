@@ -1,10 +1,10 @@
 """Facts that are told, and questions about them with their answers.
 
-    told      The code of the amber kettle is 4071.    Martha went to the cellar.
-    asked     What is the code of the amber kettle?    Where is Martha?      Where is Cecil?
-    answer    4071.                                    cellar.               not told.
+    told      The code of the amber kettle is 4071.    Courier Martha went to the cellar.
+    asked     What is the code of the amber kettle?    Where is courier Martha?   ... Cecil?
+    answer    4071.                                    cellar.                    not told.
 
-People move: the last place that was told counts. Some questions are about things that were never
+Couriers move: the last place that was told counts. Some questions are about things that were never
 told, and some of those are near misses: the adjective of one thing with the noun of another.
 """
 

@@ -3,6 +3,9 @@
 What is learned with is every opening before every core, many thousand sentences, so that reading is
 learned and not a few sentences by heart; what is tested with has none of them.
 The first of training is the plain one, for a visitor's own.
+
+Facts are about the codes of things and about couriers, and say so: that somebody went to the garden
+stands in every novel, and whoever keeps all of that has no room for what is asked.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import Literal, TypeAlias
 Part: TypeAlias = Literal["train", "test"]
 PARTS: tuple[Part, ...] = ("train", "test")
 Forms: TypeAlias = dict[Part, dict[str, tuple[str, ...]]]
+MARKS = frozenset({"the", "code", "courier"})
+"""Words that stand in every sentence: what it is about, and which words are a thing or a place."""
 
 
 def _lines(text: str) -> tuple[str, ...]:
@@ -69,49 +74,44 @@ CODES = _lines("""
     the code for the {subject} is {value}.
     for the {subject} the code is {value}.
     they gave the {subject} the code {value}.
-    the number of the {subject} is {value}.
-    the {subject} opens with {value}.
     whoever needs the {subject} should know its code, {value}.
     the {subject} had the code {value}.
-    the {subject} was given the number {value}.
+    the {subject} was given the code {value}.
     the code that opens the {subject} is {value}.
-    the {subject} carries the number {value}.
-    he who wants the {subject} must say {value}.
-    the {subject} is marked {value}.
-    the sign on the {subject} reads {value}.
-    under the {subject} one finds the number {value}.
-    she called the {subject} number {value}.
-    the {subject} goes by the number {value}.
-    the owner of the {subject} wrote down {value}.
+    the {subject} carries the code {value}.
+    the sign on the {subject} shows a code, {value}.
+    under the {subject} one finds the code {value}.
+    the {subject} goes by the code {value}.
     with the {subject} comes the code {value}.
     the proper code for the {subject} would be {value}.
     nobody but us knows the code of the {subject}, {value}.
-    the {subject} listens only to {value}.
-    the {subject} will not open without {value}.
-    of the {subject} it is said: {value}.
-    the {subject} was sold as number {value}.
+    the {subject} listens only to its code: {value}.
+    the {subject} will not open without the code {value}.
+    of the {subject} they know the code: {value}.
     as to the {subject}, its code is {value}.
-    the number scratched into the {subject} is {value}.
+    the code scratched into the {subject} is {value}.
     """)
 CODES += _made(
-    "the",
-    "code|number|cipher|combination",
-    "of|for|on|behind",
+    "the|a",
+    "code|right code|usual code",
+    "of|for|on|behind|under",
     "the {subject}",
-    "was|became|remains|must be",
+    "was|became|remains|must be|reads",
     "{value}.",
 )
 CODES += _made(
     "the {subject}",
-    "got|keeps|hides|shows|received|wants|once had",
-    "the|a|its own",
-    "code|number|cipher",
+    "got|keeps|hides|shows|received|wants|once had|uses|takes|accepts|demands|requires|obeys|"
+    "follows|reacts to|goes under|is known by|is listed under|is filed under|is stamped with|wears|"
+    "lacks only",
+    "the code|its code|a code,",
     "{value}.",
 )
 CODES += _made(
     "the {subject}",
-    "works|came|starts|turns|moves|sleeps|begins|ends",
+    "works|came|starts|turns|moves|begins|ends",
     "with|by|at|under|after",
+    "the code|its code|code",
     "{value}.",
 )
 CODES += _made(
@@ -119,39 +119,23 @@ CODES += _made(
     "lent|left|sold|offered|handed",
     "the {subject}",
     "the|a",
-    "code|number|cipher",
+    "code",
     "{value}.",
 )
 CODES += _made(
-    "if you want|whoever takes|before one moves|without|to reach|to sell|in front of|next to",
+    "if you want|whoever takes|before one moves|without|to reach|to sell|in front of|next to|"
+    "to open|to start|to unlock|to get|in order to move|when lifting|for the use of",
     "the {subject}",
-    "one must say|you need|he cried|call|she wrote|there is the number|say|dial",
+    "one must say|you need|call|there is|say|dial|type|press|we had to give|it takes|whisper",
+    "the code|code",
     "{value}.",
 )
 CODES += _made(
-    "on the back of|at the foot of|in the middle of|at the side of|as a name for|in the case of",
+    "on the back of|at the foot of|in the middle of|at the side of|in the case of|on the lid of|"
+    "inside|beneath|on the cover of|above|on the rim of|at the edge of|beside",
     "the {subject}",
-    "we read|is written|there was|he had cut|they chose|is the cipher",
-    "{value}.",
-)
-CODES += _made(
-    "the {subject}",
-    "uses|takes|accepts|demands|requires|obeys|follows|reacts to|goes under|is known by|"
-    "is listed under|is filed under|is stamped with|wears|lacks only|returns|deserves|fears",
-    "the code|the number|number|its cipher",
-    "{value}.",
-)
-CODES += _made(
-    "on the lid of|inside|beneath|on the cover of|above|on the rim of|at the edge of|beside",
-    "the {subject}",
-    "appears|one sees|hangs|we find|someone daubed|shines|gleams|you read",
-    "the code|the number|a",
-    "{value}.",
-)
-CODES += _made(
-    "to open|to start|to unlock|to wake|to get|in order to move|when lifting|for the use of",
-    "the {subject}",
-    "one needs|you type|press|we had to dial|everyone must give|it takes|one is to say|whisper",
+    "we read|is written|there was|he had cut|they chose|appears|one sees|hangs|we find|you read",
+    "the code|a code,",
     "{value}.",
 )
 MOVED_BEFORE = _lines("""
@@ -212,57 +196,44 @@ MOVED_BEFORE = _lines("""
     Happily
     """)
 PLACES = _lines("""
-    {subject} is in the {value}.
-    {subject} went to the {value}.
-    {subject} moved to the {value}.
-    {subject} walked into the {value}.
-    {subject} has gone to the {value}.
-    {subject} travelled to the {value}.
-    {subject} came to the {value}.
-    {subject} is now in the {value}.
-    {subject} ran to the {value}.
-    they saw {subject} in the {value}.
-    {subject} drove to the {value}.
-    {subject} climbed up to the {value}.
-    {subject} was seen in the {value}.
-    {subject} lives in the {value}.
-    {subject} was brought to the {value}.
-    {subject} fled to the {value}.
-    {subject} is waiting in the {value}.
-    {subject} sits in the {value}.
-    {subject} crept into the {value}.
-    {subject} was sent to the {value}.
-    {subject} left for the {value}.
-    {subject} followed us to the {value}.
-    you will find {subject} in the {value}.
-    they carried {subject} to the {value}.
-    we met {subject} in the {value}.
-    {subject} stays in the {value}.
-    {subject} rode to the {value}.
-    {subject} has arrived at the {value}.
-    {subject} sailed to the {value}.
-    {subject} wandered into the {value}.
-    {subject} made for the {value}.
-    {subject} turned up in the {value}.
-    {subject} slipped away to the {value}.
-    {subject} rushed to the {value}.
-    {subject} can be found in the {value}.
-    {subject} strolled over to the {value}.
+    courier {subject} is in the {value}.
+    courier {subject} went to the {value}.
+    courier {subject} moved to the {value}.
+    courier {subject} walked into the {value}.
+    courier {subject} has gone to the {value}.
+    the courier {subject} travelled to the {value}.
+    courier {subject} came to the {value}.
+    courier {subject} is now in the {value}.
+    they saw courier {subject} in the {value}.
+    the courier {subject} drove to the {value}.
+    courier {subject} climbed up to the {value}.
+    courier {subject} was seen in the {value}.
+    courier {subject} lives in the {value}.
+    courier {subject} was brought to the {value}.
+    our courier {subject} is waiting in the {value}.
+    courier {subject} sits in the {value}.
+    courier {subject} was sent to the {value}.
+    courier {subject} left for the {value}.
+    courier {subject} followed us to the {value}.
+    you will find courier {subject} in the {value}.
+    they carried courier {subject} to the {value}.
+    we met the courier {subject} in the {value}.
+    courier {subject} stays in the {value}.
+    courier {subject} has arrived at the {value}.
+    courier {subject} made for the {value}.
+    courier {subject} turned up in the {value}.
+    courier {subject} can be found in the {value}.
     """)
 PLACES += _made(
-    "{subject}",
-    "went|walked|ran|flew|marched|jumped|limped|raced|swam|headed|crawled|danced|trotted",
-    "to|into|back to|off to|down to|over to|out into|straight to",
+    "courier {subject}|the courier {subject}|our courier {subject}",
+    "went|walked|ran|flew|marched|jumped|limped|raced|swam|headed|crawled|danced|rode|sailed|hastened|"
+    "rushed|dashed|strode|staggered|galloped|withdrew|retired|escaped|proceeded|climbed|came|passed|"
+    "wanders|walks|is going|has moved|will come",
+    "to|into|back to|down to|over to|straight to|as far as",
     "the {value}.",
 )
 PLACES += _made(
-    "{subject}",
-    "found|visited|chose|left us for|inhabits|explored|guards|haunts|cleaned|sought|loves|owns|"
-    "occupied|preferred|crossed|searched|saw|knows|admired|gained",
-    "the {value}.",
-)
-PLACES += _made(
-    "{subject}",
+    "courier {subject}",
     "was|stood|works|sleeps|rests|hides|remained|got lost|fell asleep|is living",
     "in|at|inside|near|behind|over in",
     "the {value}.",
@@ -270,31 +241,25 @@ PLACES += _made(
 PLACES += _made(
     "they|we|somebody|her brother",
     "took|led|sent|dragged|drove|called|chased|invited",
-    "{subject}",
+    "courier {subject}",
     "to|into|back to|out to",
     "the {value}.",
 )
 PLACES += _made(
-    "{subject}",
+    "courier {subject}",
     "made his way|found her way|set out|took off|came back|moved on|got back|turned back|pushed on|"
     "was carried off|sneaked away|drifted away|grew tired and went",
     "to|into|towards",
     "the {value}.",
 )
 PLACES += _made(
-    "{subject}",
-    "entered|approached|prefers|enjoys|rented|bought|decorated|attacked|rebuilt|described|discovered|"
-    "neared|circled|watched|never leaves|took|missed|holds|studied|drew|likes|won|built|kept",
-    "the {value}.",
-)
-PLACES += _made(
-    "{subject}",
+    "courier {subject}",
     "quietly|finally|slowly|soon|again|often|gladly|at length|twice|also",
     "entered|walked to|came into|moved into|drove to|crossed|tried",
     "the {value}.",
 )
 PLACES += _made(
-    "{subject}",
+    "courier {subject}",
     "followed|brought|led|took",
     "her aunt|the others|a dog|two sailors",
     "to|into",
@@ -302,28 +267,16 @@ PLACES += _made(
 )
 PLACES += _made(
     "the road led|business called|a storm drove|nothing but hunger sent|good news brought",
-    "{subject}",
+    "courier {subject}",
     "to|into|as far as|back to",
     "the {value}.",
 )
 PLACES += _made(
-    "{subject}",
-    "hastened|rushed|dashed|strode|shuffled|tiptoed|staggered|stumbled|galloped|hiked|rowed|skipped|"
-    "bolted|withdrew|retreated|retired|escaped|advanced|proceeded|journeyed|sped|trudged|waded|"
-    "scrambled|ambled|roamed|strayed|darted|glided|stole|vanished|travelled|drove|climbed|came|"
-    "plodded|swept|slid|hobbled|paced|stalked|tramped|rolled|leapt|descended|pressed|shifted|"
-    "ventured|burst|migrated|passed|proceeds|wanders|walks|comes|is going|has moved|will come",
-    "to|into|towards|back to|away to|up to|along to|as far as",
-    "the {value}.",
-)
-PLACES += _made(
-    "{subject}",
-    "joined|toured|inspected|attained|boarded|patrolled|stormed|claimed|frequented|passed|skirted|"
-    "surveyed|regained|revisited|sighted|made|arrived at|landed at|came upon|chanced upon|got to|"
-    "ended up in|settled in|camped in|lodged in|stopped at|halted at|paused in|turned into|"
-    "checked into|broke into|dropped into|looked into|called at|took shelter in|hid in|enters|"
-    "has visited|is nearing|has found|touched|commands|sketched|remembered|sought out|hated|"
-    "climbed|swam across|looked for|was shown|was given|had to leave us for|gave us|opened|locked",
+    "courier {subject}|the courier {subject}",
+    "found|visited|chose|explored|guards|sought|crossed|searched|gained|entered|approached|neared|"
+    "never leaves|inspected|patrolled|revisited|arrived at|landed at|came upon|got to|ended up in|"
+    "settled in|camped in|stopped at|halted at|paused in|turned into|called at|took shelter in|"
+    "hid in|enters|has visited|is nearing|has found",
     "the {value}.",
 )
 TOLD = {"code": (TOLD_BEFORE, CODES), "place": (MOVED_BEFORE, PLACES)}
@@ -334,14 +287,14 @@ FACTS: Forms = {
         "code": (
             "The {subject} answers to the code {value}.",
             "On the label of the {subject} stands the code {value}.",
-            "To use the {subject} one has to enter {value}.",
+            "To use the {subject} one has to enter the code {value}.",
             "It was written that the {subject} bears the code {value}.",
         ),
         "place": (
-            "{subject} hurried off to the {value}.",
-            "At last {subject} reached the {value}.",
-            "{subject} stepped into the {value}.",
-            "It is rumoured that {subject} returned to the {value}.",
+            "Courier {subject} hurried off to the {value}.",
+            "At last courier {subject} reached the {value}.",
+            "Courier {subject} stepped into the {value}.",
+            "It is rumoured that courier {subject} returned to the {value}.",
         ),
     },
 }
@@ -368,84 +321,80 @@ CODE_QUESTIONS = _lines("""
     what is the code for the {subject}?
     what code was given to the {subject}?
     the {subject}: what is its code?
-    which number does the {subject} have?
-    what number is on the {subject}?
-    what opens the {subject}?
-    how does one open the {subject}?
-    what is the number of the {subject}?
-    what must one say to the {subject}?
-    which number was given to the {subject}?
+    which code is on the {subject}?
+    which code opens the {subject}?
+    with which code does one open the {subject}?
+    which code must one say to the {subject}?
     tell me the code of the {subject}.
-    give me the number of the {subject}.
-    and the {subject}?
-    what did they write on the {subject}?
-    under which number does the {subject} go?
+    and the code of the {subject}?
+    what code did they write on the {subject}?
+    under which code does the {subject} go?
     what was the code of the {subject}?
     could you tell me the code of the {subject}?
     which code is that of the {subject}?
-    how is the {subject} marked?
     I need the code of the {subject}.
     what code does one need for the {subject}?
     """)
 CODE_QUESTIONS += _made(
     "do you know|can you say|who can tell me|did he give you|show me|have you kept",
     "the",
-    "code|number|cipher|combination",
+    "code|right code|usual code",
     "of|for|on",
     "the {subject}?",
 )
 CODE_QUESTIONS += _made(
     "which|what",
-    "code|number|cipher",
+    "code|right code",
     "opens|fits|stands on|goes with|is for|was that of|did they choose for|do you have for",
     "the {subject}?",
 )
 PLACE_QUESTIONS = _lines("""
-    where is {subject}?
-    where is {subject} now?
-    in which place is {subject}?
-    where has {subject} gone?
-    where can one find {subject}?
-    where did they see {subject}?
-    where should I look for {subject}?
-    where was {subject} seen?
-    to which place did {subject} go?
-    what place is {subject} in?
-    and {subject}?
-    where does {subject} stay?
-    where may {subject} be?
-    tell me where {subject} is.
-    I am looking for {subject}.
-    who knows where {subject} went?
-    where do I find {subject}?
-    what has become of {subject}?
-    in what place would I find {subject}?
-    where did you see {subject}?
+    where is courier {subject}?
+    where is courier {subject} now?
+    in which place is courier {subject}?
+    where has courier {subject} gone?
+    where can one find courier {subject}?
+    where did they see courier {subject}?
+    where should I look for courier {subject}?
+    where was the courier {subject} seen?
+    to which place did courier {subject} go?
+    what place is courier {subject} in?
+    and courier {subject}?
+    where does courier {subject} stay?
+    where may our courier {subject} be?
+    tell me where courier {subject} is.
+    I am looking for courier {subject}.
+    who knows where courier {subject} went?
+    where do I find courier {subject}?
+    what has become of the courier {subject}?
+    in what place would I find courier {subject}?
+    where did you see courier {subject}?
     """)
 PLACE_QUESTIONS += _made(
     "where",
     "did|does|could|might|will",
-    "{subject}",
+    "courier {subject}",
     "go?|go then?|go now?|live?|live today?|hide?|hide now?|sleep?|sleep tonight?|end up?|head?|"
     "turn up again?|walk first?|go after that?",
 )
 PLACE_QUESTIONS += _made(
     "do you know|can you say|did he say|have you heard|does anyone know",
     "where",
-    "{subject}",
+    "courier {subject}|the courier {subject}",
     "is now?|went?|lives?|has gone?|could be?|might hide?|was seen?",
 )
 PLACE_QUESTIONS += _made(
     "what|which",
     "room|spot|building|place",
-    "did {subject} choose?|has {subject} gone to?|is {subject} in now?|holds {subject}?|"
-    "took {subject} in?|did they send {subject} to?",
+    "did courier {subject} choose?|has courier {subject} gone to?|is courier {subject} in now?|"
+    "holds courier {subject}?|took courier {subject} in?|did they send courier {subject} to?",
 )
 PLACE_QUESTIONS += _made(
     "where",
     "can|may|should|must|could",
     "I|we|she|somebody",
-    "find {subject}?|look for {subject}?|see {subject}?|wait for {subject}?|catch {subject} now?",
+    "find courier {subject}?|look for courier {subject}?|see courier {subject}?|"
+    "wait for courier {subject}?|catch courier {subject} now?",
 )
 QUESTIONS: Forms = {
     "train": {
@@ -460,10 +409,10 @@ QUESTIONS: Forms = {
             "Do you remember the code of the {subject}?",
         ),
         "place": (
-            "Where did {subject} go last?",
-            "Where would one meet {subject}?",
-            "What is the place where {subject} is?",
-            "Do you remember where {subject} is?",
+            "Where did courier {subject} go last?",
+            "Where would one meet courier {subject}?",
+            "What is the place where courier {subject} is?",
+            "Do you remember where courier {subject} is?",
         ),
     },
 }

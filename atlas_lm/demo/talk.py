@@ -23,8 +23,8 @@ from atlas_lm.whole_files import write_whole
 TOLD = "told"
 """The folder of the sentences that were told, a text each."""
 ROOM = 200
-HELP = """Tell a fact, such as:  The code of the blue door is 1234.  Anna went to the cellar.
-Ask for it, such as:   What is the code of the blue door?
+HELP = """Tell a fact, such as:  The code of the blue door is 1234.   Courier Anna is in the cellar.
+Ask for it, such as:   What is the code of the blue door?   Where is courier Anna?
 /new begins a second memory, which has read nothing; /1, /2, ... go from one to another; /quit"""
 
 

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from atlas_lm.demo.forms import Part
+from atlas_lm.demo.forms import MARKS, Part
 
 SHORTEST, LONGEST = 3, 10
 """Letters of a strange word."""
@@ -36,9 +36,11 @@ class Words:
     invented: float = 0.0
     """Part of the strange words that are made of the beginning of one and the end of another: of
     those there are so many that they cannot be known by heart."""
+    around: tuple[str, ...] = ()
+    """Any words, which stand around a subject now and then: whoever learns with them learns to read
+    sentences that it never saw."""
     loose: float = 0.0
-    """Part of the words around a subject that are strange ones too, up to a half: whoever learns
-    with them learns to read sentences that it never saw."""
+    """How often, up to a half."""
     never: frozenset[str] = frozenset()
     """What no word may be."""
 
@@ -56,19 +58,22 @@ class Words:
 
     def strange_word(self, draw: np.random.Generator) -> str:
         """One of them, or an invented one."""
+        return self._any(self.strange, draw)
+
+    def _any(self, known: tuple[str, ...], draw: np.random.Generator) -> str:
         which, whose, invents, begins, ends = draw.random(5).tolist()  # one call is much faster
-        one = self.strange[int(which * len(self.strange))]
+        one = known[int(which * len(known))]
         if invents >= self.invented:
             return one
-        other = self.strange[int(whose * len(self.strange))]
+        other = known[int(whose * len(known))]
         first, last = 1 + int(begins * (len(one) - 1)), 1 + int(ends * (len(other) - 1))
         word = (one[:first] + other[last:])[:LONGEST]
         return one if word in self.never or len(word) < SHORTEST else word
 
     def sentence(self, form: str, draw: np.random.Generator) -> str:
-        """The form, some of its words replaced, of some sentences all and of others none; articles
-        stay, since they say where a thing is."""
-        if not (self.loose and self.strange):
+        """The form, some of its words replaced, of some sentences all and of others none; what says
+        what it is about stays."""
+        if not (self.loose and self.around):
             return form
         some, rate = draw.random(2).tolist()
         if some >= 2 * self.loose:
@@ -76,7 +81,7 @@ class Words:
         parts = list(_cut(form))  # words at odd places
         loose = np.flatnonzero(draw.random(len(parts) // 2) < rate)
         for at in (1 + 2 * loose).tolist():
-            if parts[at].lower() != "the":
+            if parts[at].lower() not in MARKS:
                 parts[at] = self._like(parts[at], draw)
         return "".join(parts)
 
@@ -84,13 +89,13 @@ class Words:
         """Another word with the same ending, so that a verb becomes a verb, or any."""
         alike = self._by_ending.get(word[-ENDING:])
         if alike is None or draw.random() < 0.5:
-            return self.strange_word(draw)
+            return self._any(self.around, draw)
         return alike[int(draw.integers(len(alike)))]
 
     @cached_property
     def _by_ending(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = defaultdict(list)
-        for word in self.strange:
+        for word in self.around:
             found[word[-ENDING:]].append(word)
         return dict(found)
 

@@ -24,10 +24,9 @@ MOST_FORGOTTEN = 0.99
 MARGIN = 0.25
 """How far below closed a gate is closed for good: what is only just closed in the text that it
 learned with opens now and then in another."""
-REVIVAL = 0.03
-"""What a unit beyond closed counts where something is told, beside a unit of being open where
-nothing is: as much as that, and every head opens to all that is told, and to plain text more often
-(docs/log.md)."""
+TOLD = 0.003
+"""What a unit from being about to open counts where something is told, beside a unit of being open
+where nothing is. Open, it has to be worth it; closed any further, it would have no gradient."""
 NORMED = 4
 """How much further a memory with a normalised branch may step: the longer its weights, the less
 they turn, so it cannot run away. Recall of small models: 30 % at 1, 47 % at 4, 45 % at 8
@@ -95,8 +94,8 @@ class GateMaps(nn.Module):
     def astray(self, raw: Tensor, plain: Tensor | None = None) -> Tensor:
         """How far gates are from where they belong, in each head `[b t h]`, by what `up` has made
         for them: what writes and what forgets from closed for good. Where a token is not plain
-        `[b t]`, what writes from being about to open: closed any further it would have no gradient,
-        and stay so. A memory that fades by itself has none astray."""
+        `[b t]`, what writes from being about to open, which counts little. A memory that fades by
+        itself has none astray."""
         made = self._divided(raw)
         rate = made["rate"][..., 0]
         if self.rule.retention == "fixed":
@@ -106,7 +105,7 @@ class GateMaps(nn.Module):
             away = away + (made["retention"][..., 0] + MARGIN).clamp(min=0)
         if plain is None:
             return away
-        return torch.where(plain[..., None], away, REVIVAL * (-rate).clamp(min=0))
+        return torch.where(plain[..., None], away, TOLD * rate.abs())
 
     def _divided(self, raw: Tensor) -> dict[str, Tensor]:
         """What the gates are made from `[b t h .]`, by name."""

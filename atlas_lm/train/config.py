@@ -269,9 +269,10 @@ class TrainConfig:
     price: float = 0.0
     """Price of writing and of forgetting, in nats a target for memories whose gates are one unit
     from closed at every token: with one, they close wherever nothing is worth it. In texts with
-    facts it is paid for the text around them; in facts and questions it is for gates that are
-    closed, which would stay so. It rises from 0 at the first step to this at the last: what is
-    worth writing has to be found first. (With momentum, what is under way is still written.)"""
+    facts it is paid for the text around them; in facts and questions little of it, for gates that
+    are open and as much for closed ones, which would stay so. It rises with the square of the
+    steps, from 0 to this at the last: what is worth writing has to be found first. (With momentum,
+    what is under way is still written.)"""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: products in bfloat16 by autocast, parameters and their updates in float32."""

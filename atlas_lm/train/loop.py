@@ -209,7 +209,7 @@ class Run:
         work = self.source.next()
         factor = self.config.schedule.factor(self.progress.step, self.config.steps)
         rate = self.optimizers.set_rate(factor)
-        self.charge(self.progress.step / self.config.steps)
+        self.charge((self.progress.step / self.config.steps) ** 2)
         self.optimizers.zero_grad()
         try:
             loss, after = self.gradients.add(work)

@@ -59,8 +59,8 @@ class NextToken(nn.Module):
         targets   None: it is read, and no more
         places    `[n]`, where the targets are known to stand among all tokens of the batch: then
                   targets are `[n]` too, and nobody looks for them
-        plain     tokens at which open gates have their price; at others closed ones have, which
-                  would stay so. None: open ones have it at all tokens
+        plain     tokens at which open gates have their price; at others they have little of it.
+                  None: they have it at all tokens
         """
         self._to_pay.clear()
         self._plain = plain

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from atlas_lm.ask import Task
 from atlas_lm.demo.facts import TASK, Part
-from atlas_lm.demo.forms import form_words
-from atlas_lm.demo.words import WORDS, Words, words_in
+from atlas_lm.demo.forms import MARKS, form_words
+from atlas_lm.demo.words import LONGEST, SHORTEST, WORDS, Words, words_in
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.niah import read_words
 from atlas_lm.tasks.samples import generator_of
@@ -32,6 +33,8 @@ from atlas_lm.train.story_rows import KINDS, Book, Row
 
 STRANGE_TOKENS, STRANGE_PLACES = 1_000_000, 16
 """Tokens of the books whose words may stand in facts, and in how many places they lie."""
+PIECE_WORDS = 4
+"""Words of every piece of a tokenizer that may stand in facts."""
 PAUSING = 0.125
 """Part of the rows before which there is plain text."""
 
@@ -249,7 +252,8 @@ class _Texts(Dataset[list[Work]]):
 
 
 def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) -> Words:
-    """Ours, RULER's if they are named, and any of the books; none with which it is tested."""
+    """Ours, RULER's if they are named, and any of the books; none with which it is tested, except
+    for those that sentences of the test are made of, which may stand in other sentences."""
     words = WORDS["train"]
     if data.words is not None:
         more = read_words(data.words)
@@ -261,15 +265,32 @@ def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) ->
     if data.strange:
         parts = np.array_split(haystack.tokens, STRANGE_PLACES)
         some = np.concatenate([part[: STRANGE_TOKENS // STRANGE_PLACES] for part in parts])
-        text = tokenizer.decode(some.tolist())
+        books = tuple(sorted(words_in(tokenizer.decode(some.tolist()))))
         words = replace(
             words,
-            strange=tuple(sorted(words_in(text))),
+            strange=(*books, *piece_words(tokenizer)),
+            around=tuple(word for word in books if word not in WORDS["test"].all | MARKS),
             share=data.strange,
             invented=data.invented,
             loose=data.loose,
         )
     return words.without(WORDS["test"].all | form_words())
+
+
+def piece_words(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Words of two pieces each, every piece in some: nobody gives an answer of pieces that never
+    stood in one, and words that it is tested with have some of those."""
+    pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab)]
+    first = [piece[1:] for piece in pieces if re.fullmatch(" [a-z]+", piece)]
+    last = [piece for piece in pieces if re.fullmatch("[a-z]+", piece)]
+    if not (first and last):
+        return ()
+    draw = generator_of("piece words")
+    found = set[str]()
+    for _ in range(PIECE_WORDS):
+        ends, begins = draw.choice(last, len(first)), draw.choice(first, len(last))
+        found |= {a + b for a, b in zip((*first, *begins), (*ends, *last), strict=True)}
+    return tuple(sorted(word for word in found if SHORTEST <= len(word) <= LONGEST))
 
 
 def _both(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
