@@ -52,6 +52,31 @@ def test_other_shapes_keep_the_contract(changes):
     check_stream(layer_of(SMALL["titans"], **changes), torch.randn(3, 20, 12))
 
 
+@pytest.mark.parametrize("name", ["titans", "atlas", "gated_delta_net"])
+def test_queries_and_keys_with_a_centre_keep_the_contract(name):
+    layer = layer_of(SMALL[name], centred=True)
+    assert layer.centre is not None
+    torch.nn.init.normal_(layer.centre)
+    check_stream(layer, torch.randn(2, 21, 12))
+
+
+def test_a_centre_is_taken_from_queries_and_keys_before_their_length():
+    layer = layer_of(SMALL["gated_delta_net"], centred=True)
+    plain = layer_of(SMALL["gated_delta_net"])
+    assert layer.centre is not None
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(1, 9, 12)
+    assert torch.equal(layer(x)[0], plain(x)[0])  # it begins at zero
+    torch.nn.init.normal_(layer.centre)
+    mixed, _ = layer.conv(layer.project(x), layer.conv.begin(1, x), None)
+    both = torch.nn.functional.silu(mixed)[..., :16].view(1, 9, 2, 2, 4) - layer.centre
+    q, k, *_ = layer.write_inputs(x, layer.conv.begin(1, x), None)
+    for part, expected in ((q, both[:, :, 0]), (k, both[:, :, 1])):
+        torch.testing.assert_close(
+            part, expected / expected.norm(dim=-1, keepdim=True), rtol=1e-5, atol=1e-5
+        )
+
+
 @pytest.mark.parametrize("persistent", [0, 3])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 def test_attention_keeps_the_contract(window, persistent):

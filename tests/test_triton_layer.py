@@ -49,15 +49,17 @@ def with_gradients(function, inputs, d_out) -> tuple[Tensor, ...]:
 
 
 def kernel_qkv(heads: int, d_k: int, d_v: int):
-    return lambda mixed, tail, weight: conv_silu_unit(mixed, tail, weight, heads, d_k, d_v)
+    return lambda mixed, tail, weight, centre=None: conv_silu_unit(
+        mixed, tail, weight, heads, d_k, d_v, centre
+    )
 
 
 def plain_qkv(heads: int, d_k: int, d_v: int):
-    def function(mixed, tail, weight):
+    def function(mixed, tail, weight, centre=None):
         conv: Any = ShortConv(weight.shape[1], weight.shape[0])
         del conv.weight
         conv.weight = weight
-        return fused.project_qkv(mixed, tail, conv, (heads, d_k, d_v), None)[:3]
+        return fused.project_qkv(mixed, tail, conv, (heads, d_k, d_v), None, centre)[:3]
 
     return function
 
@@ -95,6 +97,22 @@ def test_convolution_silu_and_unit_norm_are_those_of_the_layer(shape):
     sizes = shape[3:]
     found = with_gradients(kernel_qkv(*sizes), inputs, d_out)
     close(found, with_gradients(plain_qkv(*sizes), doubled(inputs), d_out))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_the_centre_is_that_of_the_layer(shape):
+    inputs, d_out = qkv_inputs(*shape)
+    sizes = shape[3:]
+    inputs = *inputs, torch.randn(2, *sizes[:2])
+    found = with_gradients(kernel_qkv(*sizes), inputs, d_out)
+    close(found, with_gradients(plain_qkv(*sizes), doubled(inputs), d_out))
+
+
+def test_a_centre_of_zero_is_none():
+    inputs, d_out = qkv_inputs(2, 9, 4, 2, 8, 4)
+    found = with_gradients(kernel_qkv(2, 8, 4), (*inputs, torch.zeros(2, 2, 8)), d_out)
+    expected = with_gradients(kernel_qkv(2, 8, 4), inputs, d_out)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=False))
 
 
 def test_spans_of_any_length_give_the_same_gradients(monkeypatch):
@@ -235,7 +253,9 @@ def run_layer(layer: MemoryLayer, x: Tensor, cuts: tuple[int, ...], **flags) -> 
     return found | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("changes", [{}, {"conv": 1}, {"conv": 9}, {"d_v": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"conv": 1}, {"conv": 9}, {"d_v": 3}, {"centred": True}], ids=str
+)
 def test_a_layer_is_the_same_with_and_without_kernels(changes, forced, monkeypatch):
     sizes: dict[str, Any] = {
         "dim": 12,
@@ -244,6 +264,8 @@ def test_a_layer_is_the_same_with_and_without_kernels(changes, forced, monkeypat
         "rule": RULES["gated_delta_net"],
     } | changes
     layer = MemoryLayer(MemoryConfig(**sizes))
+    if layer.centre is not None:
+        torch.nn.init.normal_(layer.centre)
     x = torch.randn(2, 12, 12)
     found = run_layer(layer, x, (7, 1, 2, 2))
     assert len(forced) == 8
@@ -276,6 +298,8 @@ def test_wrong_shapes_are_refused():
         conv_silu_unit(mixed, tail, weight, 2, 4, 5)
     with pytest.raises(ValueError, match="tail"):
         conv_silu_unit(mixed, tail[:, 1:], weight, 2, 4, 4)
+    with pytest.raises(ValueError, match=r"centre: has shape \(4,\), expected \(2, 2, 4\)"):
+        conv_silu_unit(mixed, tail, weight, 2, 4, 4, torch.zeros(4))
     with pytest.raises(ValueError, match="x_open"):
         norm_gate(torch.randn(1, 5, 2, 4), torch.randn(1, 5, 9), torch.randn(2, 4))
     with pytest.raises(ValueError, match="7 numbers wide; expected two halves"):

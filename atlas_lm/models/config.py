@@ -50,6 +50,8 @@ class ModelConfig:
     """Hidden units of a deep memory, for each number of a key."""
     conv: int = 4
     """Tokens that the convolution of queries, keys and values sees."""
+    centred: bool = False
+    """Queries and keys have a learned centre, so that memories hold more of them apart."""
     gate_rank: int = 32
     """Width between the two maps that make the gates."""
     retention: float = 0.999
@@ -103,8 +105,9 @@ class ModelConfig:
 
     def memory(self, rule: str | Rule) -> MemoryConfig:
         """The memory layer of a block."""
-        names = ("dim", "heads", "d_k", "d_v", "expansion", "conv", "gate_rank", "retention")
-        return MemoryConfig(rule=rule, impl=self.impl, **{n: getattr(self, n) for n in names})
+        names = ("dim", "heads", "d_k", "d_v", "expansion", "conv", "centred", "gate_rank")
+        sizes = {name: getattr(self, name) for name in names}
+        return MemoryConfig(rule=rule, impl=self.impl, retention=self.retention, **sizes)
 
     def attention(self, rule: str) -> AttentionConfig:
         """The attention of a block."""

@@ -31,10 +31,12 @@ def project_qkv(
     conv: ShortConv,
     widths: tuple[int, int, int],
     packing: Packing | None,
+    centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k `[b t h k]`, v `[b t h v]` and the next tail, of q | k | v `[b t channels]`.
 
-    Convolution and SiLU; q and k of unit norm. Widths: heads, d_k, d_v.
+    Convolution and SiLU; q and k less their centre `[2 h k]`, if they have one, and of unit norm.
+    Widths: heads, d_k, d_v.
     """
     heads, d_k, d_v = widths
     if fusable(mixed, packing):
@@ -45,10 +47,12 @@ def project_qkv(
             tail = tail.to(mixed.dtype)
             last = mixed[:, max(mixed.shape[1] - n, 0) :]
             after = last_tokens(torch.cat([tail, last], 1), n, None)
-            return *conv_silu_unit(mixed, tail, conv.weight, heads, d_k, d_v), after
+            return *conv_silu_unit(mixed, tail, conv.weight, heads, d_k, d_v, centre), after
     mixed, tail = conv(mixed, tail, packing)
     sizes = [heads * d_k, heads * d_k, heads * d_v]
     q, k, v = (part.unflatten(-1, (heads, -1)) for part in silu(mixed).split(sizes, -1))
+    if centre is not None:
+        q, k = q - centre[0].to(q.dtype), k - centre[1].to(k.dtype)
     return unit(q), unit(k), v, tail
 
 

@@ -49,6 +49,10 @@ class MemoryConfig:
     """Hidden width of a deep memory, in units of d_k."""
     conv: int = 4
     """Width of the causal convolution; 1: none."""
+    centred: bool = False
+    """Whether queries and keys have a learned centre, which is taken from them before their length
+    becomes 1. SiLU makes most of them positive, so that all are alike, and a memory holds fewer of
+    them apart (docs/log.md)."""
     gate_rank: int = 32
     """Width of the map from embeddings to gates."""
     retention: float = 0.999
@@ -113,6 +117,7 @@ class MemoryLayer(nn.Module):
         channels = heads * (2 * d_k + d_v)
         self.project = nn.Linear(config.dim, channels, bias=False)
         self.conv = ShortConv(channels, config.conv)
+        self.centre = nn.Parameter(torch.zeros(2, heads, d_k)) if config.centred else None
         self.gates = GateMaps(self.rule, config.dim, heads, config.gate_rank, config.retention)
         made = init_memory(self.rule, heads, d_k, d_v, config.hidden)
         # a memory that divides by its sum of weights begins at zero and stays there
@@ -182,7 +187,7 @@ class MemoryLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor]:
         """What the operation takes: q, k, v, gates; and the next tail of the convolution."""
         widths = self.config.heads, self.config.key_width, self.config.value_width
-        q, k, v, tail = project_qkv(self.project(x), tail, self.conv, widths, packing)
+        q, k, v, tail = project_qkv(self.project(x), tail, self.conv, widths, packing, self.centre)
         return q, k, v, self.gates(x, self.coefficients), tail
 
 

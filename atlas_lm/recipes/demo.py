@@ -16,9 +16,8 @@ told, learn from it where that is: gates see one token, and what the blocks befo
 
 
 def demo() -> TrainConfig:
-    """3.0M parameters with a tokenizer of 4,096 ids, 2 to 64 facts in 256 to 16,384 tokens and up
-    to 65,536 of plain text before each 4,096; by bytes and in Python's own text where nothing is
-    named:
+    """3.0M parameters, 4,096 ids, 2 to 64 facts in 256 to 16,384 tokens and up to as many of plain
+    text before each 4,096; by bytes and in Python's own text where nothing is named:
 
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
@@ -45,6 +44,7 @@ def demo() -> TrainConfig:
             d_v=128,
             rule=(SHORT, "gated_delta_net", "gated_delta_net", "gated_delta_net"),
             conv=8,
+            centred=True,
             expansion=1,
             mlp=192,
             tied=True,
@@ -61,11 +61,11 @@ def demo() -> TrainConfig:
             lengths=(256, 512, 1024, 2048, 4096),
             growing=0.4,
             rows=4,
-            pauses=16,
+            pauses=4,
         ),
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.1),
         schedule=Schedule(warmup=200, floor=0.0),
-        steps=128_000,
+        steps=140_000,
         batch=2,
         length=4096,
         price=30.0,

@@ -1,4 +1,5 @@
-"""Causal convolution, SiLU and unit norm of a projection, in one pass forward and one backward.
+"""Causal convolution, SiLU, centre and unit norm of a projection, in one pass forward and one
+backward.
 
 Forward, a tile is one head of q, of k or of v over a block of tokens. Backward computes everything
 again from the projection, token by token over a span: what a token has of those before it and gives
@@ -65,8 +66,9 @@ def _convolved(
 
 @triton.jit
 def _forward_part(
-    out, mixed, tail, weight, first, start, t, eps, UNIT: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    out, mixed, tail, weight, centre, first, start, t, eps, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A head whose channels begin at `first`; `out` has WIDTH numbers a token."""
     place, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, PAD)[None, :]
@@ -75,15 +77,17 @@ def _forward_part(
     y = _convolved(mixed, tail, weight, at, token, start, t, inside, channel, C, TAPS)
     y *= tl.sigmoid(y)
     if UNIT:
+        if CENTRED:
+            y -= tl.load(centre + channel, mask=inside, other=0.0).to(tl.float32)
         y *= tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
     tl.store(out + place * WIDTH + column, y.to(out.dtype.element_ty), mask=(token < t) & inside)
 
 
 @triton.jit(do_not_specialize=["t", "blocks"])
 def forward_kernel(
-    mixed, tail, weight, q, k, v, t, blocks, eps, HEADS: tl.constexpr, D_K: tl.constexpr,
+    mixed, tail, weight, centre, q, k, v, t, blocks, eps, HEADS: tl.constexpr, D_K: tl.constexpr,
     D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = HEADS * D_K
     V: tl.constexpr = HEADS * D_V
@@ -96,27 +100,27 @@ def forward_kernel(
     tail += (row * (TAPS - 1) + TAPS - 1 + start) * C
     if part == 0:
         q += first * K + head * D_K
-        _forward_part(q, mixed, tail, weight, head * D_K, start, t, eps,
-                      True, K, D_K, PAD_K, C, TAPS, BLOCK)  # fmt: skip
+        _forward_part(q, mixed, tail, weight, centre, head * D_K, start, t, eps,
+                      True, K, D_K, PAD_K, C, TAPS, CENTRED, BLOCK)  # fmt: skip
     elif part == 1:
         k += first * K + head * D_K
-        _forward_part(k, mixed, tail, weight, K + head * D_K, start, t, eps,
-                      True, K, D_K, PAD_K, C, TAPS, BLOCK)  # fmt: skip
+        _forward_part(k, mixed, tail, weight, centre, K + head * D_K, start, t, eps,
+                      True, K, D_K, PAD_K, C, TAPS, CENTRED, BLOCK)  # fmt: skip
     else:
         v += first * V + head * D_V
-        _forward_part(v, mixed, tail, weight, 2 * K + head * D_V, start, t, eps,
-                      False, V, D_V, PAD_V, C, TAPS, BLOCK)  # fmt: skip
+        _forward_part(v, mixed, tail, weight, centre, 2 * K + head * D_V, start, t, eps,
+                      False, V, D_V, PAD_V, C, TAPS, CENTRED, BLOCK)  # fmt: skip
 
 
 @triton.jit
-def _through_silu(y, d_out, eps, UNIT: tl.constexpr):
-    """The gradient at the convolution's output y, from that at SiLU's or the unit norm's."""
+def _through_silu(y, centre, d_out, eps, UNIT: tl.constexpr):
+    """The gradients at the convolution's output y and at SiLU's, from that at the unit norm's."""
     gate = tl.sigmoid(y)
     if UNIT:
-        s = y * gate
+        s = y * gate - centre
         scale = tl.rsqrt(tl.sum(s * s, 0) + eps)
         d_out = scale * (d_out - s * (scale * scale * tl.sum(s * d_out, 0)))
-    return d_out * gate * (1 + y * (1 - gate))
+    return d_out * gate * (1 + y * (1 - gate)), d_out
 
 
 @triton.jit
@@ -136,9 +140,9 @@ def _gradient(d_out, i, start, t, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _backward_part(
-    d_out, mixed, tail, weight, d_mixed, d_tail, sums, start, t, eps, UNIT: tl.constexpr,
+    d_out, mixed, tail, weight, centre, d_mixed, d_tail, sums, start, t, eps, UNIT: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr,
-    SPAN: tl.constexpr,
+    CENTRED: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """A head, token by token; the TAPS - 1 tokens after its span are there for those in it."""
     column = tl.arange(0, PAD)
@@ -146,6 +150,9 @@ def _backward_part(
     d_out, mixed, tail, weight = d_out + column, mixed + column, tail + column, weight + column
     d_mixed, d_tail, sums = d_mixed + column, d_tail + column, sums + column
     none = tl.zeros((PAD,), tl.float32)
+    middle, d_middle = none, none
+    if UNIT and CENTRED:
+        middle = tl.load(centre + column, mask=inside, other=0.0).to(tl.float32)
     # of the last TAPS tokens, the newest first: what they are, and their gradients so far
     xs, d_xs, ws, d_ws = (), (), (), ()
     for back in tl.static_range(TAPS):
@@ -162,8 +169,9 @@ def _backward_part(
         y = none
         for back in tl.static_range(TAPS):
             y += ws[back] * xs[back]
-        d_y = _through_silu(y, d, eps, UNIT)
+        d_y, d_s = _through_silu(y, middle, d, eps, UNIT)
         own = tl.where(i < SPAN, d_y, 0.0)
+        d_middle -= tl.where(i < SPAN, d_s, 0.0)
         later, d_xs, sofar, d_ws = (none,) + d_xs[:-1], (), d_ws, ()
         for back in tl.static_range(TAPS):
             d_xs += (later[back] + ws[back] * d_y,)
@@ -175,13 +183,15 @@ def _backward_part(
         tl.store(d_tail + done * C, whole, mask=here & (start + done < 0))
     for back in tl.static_range(TAPS):
         tl.store(sums + back * C, d_ws[back], mask=inside)
+    if CENTRED:
+        tl.store(sums + TAPS * C, d_middle, mask=inside)
 
 
 @triton.jit(do_not_specialize=["t", "spans"])
 def backward_kernel(
-    d_q, d_k, d_v, mixed, tail, weight, d_mixed, d_tail, sums, t, spans, eps,
+    d_q, d_k, d_v, mixed, tail, weight, centre, d_mixed, d_tail, sums, t, spans, eps,
     HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr,
-    PAD_V: tl.constexpr, TAPS: tl.constexpr, SPAN: tl.constexpr,
+    PAD_V: tl.constexpr, TAPS: tl.constexpr, CENTRED: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = HEADS * D_K
     V: tl.constexpr = HEADS * D_V
@@ -195,56 +205,65 @@ def backward_kernel(
     # the tail's address if it went on to here
     in_tail = (row * (TAPS - 1) + span * SPAN) * C + first
     tail, d_tail = tail + in_tail, d_tail + in_tail
-    sums += (row * spans + span) * TAPS * C + first
-    weight += first
+    sums += (row * spans + span) * (TAPS + CENTRED) * C + first
+    weight, centre = weight + first, centre + first
     if part == 0:
-        _backward_part(d_q + begin * K + head * D_K, mixed, tail, weight, d_mixed, d_tail, sums,
-                       start, t, eps, True, K, D_K, PAD_K, C, TAPS, SPAN)  # fmt: skip
+        _backward_part(d_q + begin * K + head * D_K, mixed, tail, weight, centre, d_mixed,
+                       d_tail, sums, start, t, eps, True, K, D_K, PAD_K, C, TAPS, CENTRED,
+                       SPAN)  # fmt: skip
     elif part == 1:
-        _backward_part(d_k + begin * K + head * D_K, mixed, tail, weight, d_mixed, d_tail, sums,
-                       start, t, eps, True, K, D_K, PAD_K, C, TAPS, SPAN)  # fmt: skip
+        _backward_part(d_k + begin * K + head * D_K, mixed, tail, weight, centre, d_mixed,
+                       d_tail, sums, start, t, eps, True, K, D_K, PAD_K, C, TAPS, CENTRED,
+                       SPAN)  # fmt: skip
     else:
-        _backward_part(d_v + begin * V + head * D_V, mixed, tail, weight, d_mixed, d_tail, sums,
-                       start, t, eps, False, V, D_V, PAD_V, C, TAPS, SPAN)  # fmt: skip
+        _backward_part(d_v + begin * V + head * D_V, mixed, tail, weight, centre, d_mixed,
+                       d_tail, sums, start, t, eps, False, V, D_V, PAD_V, C, TAPS, CENTRED,
+                       SPAN)  # fmt: skip
 
 
 class _ConvSiluUnit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mixed, tail, weight, heads, d_k, d_v):
+    def forward(ctx, mixed, tail, weight, centre, heads, d_k, d_v):
         mixed, tail, weight = mixed.contiguous(), tail.contiguous(), weight.contiguous()
-        ctx.save_for_backward(mixed, tail, weight)
+        centre = None if centre is None else centre.contiguous()
+        ctx.save_for_backward(mixed, tail, weight, centre)
         ctx.sizes = heads, d_k, d_v
         batch, t = mixed.shape[:2]
         q = torch.empty(batch, t, heads, d_k, dtype=mixed.dtype, device=mixed.device)
         k = torch.empty_like(q)
         v = torch.empty(batch, t, heads, d_v, dtype=mixed.dtype, device=mixed.device)
         block = _block(d_k, d_v)
-        fixed = _fixed(heads, d_k, d_v, weight.shape[0]) | {"BLOCK": block}
+        fixed = _fixed(heads, d_k, d_v, weight.shape[0], centre is not None) | {"BLOCK": block}
         blocks = triton.cdiv(t, block)
         launch(
-            forward_kernel, 3 * heads * blocks * batch, mixed, tail, weight, q, k, v, t, blocks,
-            EPS, **fixed, num_warps=_forward_warps(fixed),
+            forward_kernel, 3 * heads * blocks * batch, mixed, tail, weight,
+            weight if centre is None else centre, q, k, v, t, blocks, EPS, **fixed,
+            num_warps=_forward_warps(fixed),
         )  # fmt: skip
         return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        mixed, tail, weight = ctx.saved_tensors
+        mixed, tail, weight, centre = ctx.saved_tensors
         heads, d_k, d_v = ctx.sizes
         (batch, t, channels), taps = mixed.shape, weight.shape[0]
         span = min(SPAN, triton.next_power_of_2(t + taps - 1))
-        fixed = _fixed(heads, d_k, d_v, taps) | {"SPAN": span}
+        fixed = _fixed(heads, d_k, d_v, taps, centre is not None) | {"SPAN": span}
         spans = triton.cdiv(t + taps - 1, span)
         d_mixed, d_tail = torch.empty_like(mixed), torch.empty_like(tail)
         wide: Any = {"dtype": torch.float32, "device": mixed.device}
-        sums = torch.empty(batch * spans, taps, channels, **wide)
+        sums = torch.empty(batch * spans, taps + fixed["CENTRED"], channels, **wide)
         launch(
             backward_kernel, 3 * heads * spans * batch, *(g.contiguous() for g in grads), mixed,
-            tail, weight, d_mixed, d_tail, sums, t, spans, EPS, **fixed,
-            num_warps=_backward_warps(fixed),
+            tail, weight, weight if centre is None else centre, d_mixed, d_tail, sums, t, spans,
+            EPS, **fixed, num_warps=_backward_warps(fixed),
         )  # fmt: skip
-        return d_mixed, d_tail, sums.sum(0).to(weight.dtype), None, None, None
+        summed = sums.sum(0)
+        d_centre = None
+        if centre is not None:
+            d_centre = summed[taps, : 2 * heads * d_k].view(centre.shape).to(centre.dtype)
+        return d_mixed, d_tail, summed[:taps].to(weight.dtype), d_centre, None, None, None
 
 
 def launch(kernel: Any, programs: int, first: Tensor, *others: Any, **options: Any) -> None:
@@ -253,10 +272,10 @@ def launch(kernel: Any, programs: int, first: Tensor, *others: Any, **options: A
         kernel[(programs,)](first, *others, **options)
 
 
-def _fixed(heads: int, d_k: int, d_v: int, taps: int) -> dict[str, int]:
-    """The compile-time sizes that both kernels have."""
+def _fixed(heads: int, d_k: int, d_v: int, taps: int, centred: bool) -> dict[str, int]:
+    """What both kernels know when they are compiled."""
     pads = {"PAD_K": triton.next_power_of_2(d_k), "PAD_V": triton.next_power_of_2(d_v)}
-    return {"HEADS": heads, "D_K": d_k, "D_V": d_v, **pads, "TAPS": taps}
+    return {"HEADS": heads, "D_K": d_k, "D_V": d_v, **pads, "TAPS": taps, "CENTRED": int(centred)}
 
 
 def _block(d_k: int, d_v: int) -> int:
@@ -275,12 +294,19 @@ def _backward_warps(fixed: dict[str, int]) -> int:
 
 
 def conv_silu_unit(
-    mixed: Tensor, tail: Tensor, weight: Tensor, heads: int, d_k: int, d_v: int
+    mixed: Tensor,
+    tail: Tensor,
+    weight: Tensor,
+    heads: int,
+    d_k: int,
+    d_v: int,
+    centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k `[b t h k]` and v `[b t h v]` of a projection q | k | v, `[b t channels]`.
 
     y_t = SiLU(sum_j weight_j mixed_{t-j}), the tail `[b taps-1 channels]` before the first token;
-    q and k divided by their length. In float32, rounded once.
+    q and k less their centre `[2 h k]`, if they have one, and divided by their length. In float32,
+    rounded once.
     """
     taps, channels = weight.shape
     if taps > MOST_TAPS:
@@ -293,14 +319,17 @@ def conv_silu_unit(
     if tail.shape != (mixed.shape[0], taps - 1, channels):
         expected = (mixed.shape[0], taps - 1, channels)
         raise ValueError(f"tail: has shape {tuple(tail.shape)}, expected {expected}")
-    return _ConvSiluUnit.apply(mixed, tail.to(mixed.dtype), weight, heads, d_k, d_v)
+    if centre is not None and centre.shape != (2, heads, d_k):
+        expected = (2, heads, d_k)
+        raise ValueError(f"centre: has shape {tuple(centre.shape)}, expected {expected}")
+    return _ConvSiluUnit.apply(mixed, tail.to(mixed.dtype), weight, centre, heads, d_k, d_v)
 
 
-def _kernels(d_k: int) -> list[dict[str, Any]]:
+def _kernels(d_k: int, centred: bool) -> list[dict[str, Any]]:
     """At 16 heads, values of 64 and 4 taps, in bfloat16 with float32 weights."""
-    fixed = _fixed(16, d_k, 64, 4)
+    fixed = _fixed(16, d_k, 64, 4, centred)
     forward, backward = fixed | {"BLOCK": _block(d_k, 64)}, fixed | {"SPAN": SPAN}
-    tensors = {"mixed": "*bf16", "tail": "*bf16", "weight": "*fp32"}
+    tensors = {"mixed": "*bf16", "tail": "*bf16", "weight": "*fp32", "centre": "*fp32"}
     out = dict.fromkeys(("q", "k", "v"), "*bf16")
     d_out = dict.fromkeys(("d_q", "d_k", "d_v"), "*bf16")
     made = {"d_mixed": "*bf16", "d_tail": "*bf16", "sums": "*fp32"}
@@ -308,14 +337,14 @@ def _kernels(d_k: int) -> list[dict[str, Any]]:
     spans = {"t": "i32", "spans": "i32", "eps": "fp32"} | dict.fromkeys(backward, "constexpr")
     return [
         {
-            "name": f"short_conv.forward d_k={d_k}",
+            "name": f"short_conv.forward d_k={d_k} centred={centred}",
             "fn": forward_kernel,
             "signature": tensors | out | sizes,
             "constexprs": forward,
             "num_warps": _forward_warps(forward),
         },
         {
-            "name": f"short_conv.backward d_k={d_k}",
+            "name": f"short_conv.backward d_k={d_k} centred={centred}",
             "fn": backward_kernel,
             "signature": d_out | tensors | made | spans,
             "constexprs": backward,
@@ -324,5 +353,7 @@ def _kernels(d_k: int) -> list[dict[str, Any]]:
     ]
 
 
-KERNELS = [kernel for d_k in (64, 16) for kernel in _kernels(d_k)]
+KERNELS = [
+    k for d_k, centred in ((64, False), (16, False), (64, True)) for k in _kernels(d_k, centred)
+]
 """What to compile ahead of time to see that it compiles."""
