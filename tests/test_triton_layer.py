@@ -99,7 +99,7 @@ def test_convolution_silu_and_unit_norm_are_those_of_the_layer(shape):
     close(found, with_gradients(plain_qkv(*sizes), doubled(inputs), d_out))
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 3, 7)], ids=str)
 def test_the_centre_is_that_of_the_layer(shape):
     inputs, d_out = qkv_inputs(*shape)
     sizes = shape[3:]
