@@ -201,7 +201,7 @@ def test_what_fits_what_does_not_and_what_fails(capsys, monkeypatch):
     monkeypatch.setattr(catalogue, "compile_for", compile_for)
     text = said(capsys, "--compile --capability 86")
     assert "compiled for sm_86, which has 99 KiB of shared memory" in text
-    expected = ["short_conv", "4", "99.0 KiB", "128", "1,300 bytes", "all fit"]
+    expected = ["short_conv", "6", "99.0 KiB", "128", "1,300 bytes", "all fit"]
     assert row(text, "short_conv") == expected
     expected = ["gated_norm", "2", "100.0 KiB", "unknown", "unknown", "2 cannot run"]
     assert row(text, "gated_norm") == expected
