@@ -18,7 +18,8 @@ Part: TypeAlias = Literal["train", "test"]
 PARTS: tuple[Part, ...] = ("train", "test")
 Forms: TypeAlias = dict[Part, dict[str, tuple[str, ...]]]
 MARKS = frozenset({"the", "code", "courier"})
-"""Words that stand in every sentence: what it is about, and which words are a thing or a place."""
+"""Words that stay in every sentence that has them: what it is about, and where a thing or a place
+begins."""
 
 
 def _lines(text: str) -> tuple[str, ...]:

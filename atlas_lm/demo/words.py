@@ -46,7 +46,7 @@ class Words:
 
     @property
     def all(self) -> frozenset[str]:
-        """Every word there is, in small letters."""
+        """Every word that something may be called, in small letters."""
         lists = (self.adjectives, self.nouns, self.names, self.places, self.strange)
         return frozenset(word.lower() for words in lists for word in words)
 

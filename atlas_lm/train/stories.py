@@ -254,7 +254,7 @@ class _Texts(Dataset[list[Work]]):
 def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) -> Words:
     """Ours, RULER's if they are named, and any of the books; none with which it is tested, except
     for those that sentences of the test are made of, which may stand in other sentences."""
-    words = WORDS["train"]
+    words, tested = WORDS["train"], WORDS["test"].all
     if data.words is not None:
         more = read_words(data.words)
         words = replace(
@@ -269,12 +269,12 @@ def training_words(data: StoryData, haystack: Haystack, tokenizer: Tokenizer) ->
         words = replace(
             words,
             strange=(*books, *piece_words(tokenizer)),
-            around=tuple(word for word in books if word not in WORDS["test"].all | MARKS),
+            around=tuple(word for word in books if word not in tested and word not in MARKS),
             share=data.strange,
             invented=data.invented,
             loose=data.loose,
         )
-    return words.without(WORDS["test"].all | form_words())
+    return words.without(tested | form_words())
 
 
 def piece_words(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -76,9 +76,9 @@ def _forward_part(
     at = place * C + channel
     y = _convolved(mixed, tail, weight, at, token, start, t, inside, channel, C, TAPS)
     y *= tl.sigmoid(y)
+    if CENTRED:
+        y -= tl.load(centre + channel, mask=inside, other=0.0).to(tl.float32)
     if UNIT:
-        if CENTRED:
-            y -= tl.load(centre + channel, mask=inside, other=0.0).to(tl.float32)
         y *= tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
     tl.store(out + place * WIDTH + column, y.to(out.dtype.element_ty), mask=(token < t) & inside)
 
@@ -109,7 +109,7 @@ def forward_kernel(
     else:
         v += first * V + head * D_V
         _forward_part(v, mixed, tail, weight, centre, 2 * K + head * D_V, start, t, eps,
-                      False, V, D_V, PAD_V, C, TAPS, CENTRED, BLOCK)  # fmt: skip
+                      False, V, D_V, PAD_V, C, TAPS, False, BLOCK)  # fmt: skip
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _backward_part(
     d_mixed, d_tail, sums = d_mixed + column, d_tail + column, sums + column
     none = tl.zeros((PAD,), tl.float32)
     middle, d_middle = none, none
-    if UNIT and CENTRED:
+    if CENTRED:
         middle = tl.load(centre + column, mask=inside, other=0.0).to(tl.float32)
     # of the last TAPS tokens, the newest first: what they are, and their gradients so far
     xs, d_xs, ws, d_ws = (), (), (), ()
@@ -171,7 +171,8 @@ def _backward_part(
             y += ws[back] * xs[back]
         d_y, d_s = _through_silu(y, middle, d, eps, UNIT)
         own = tl.where(i < SPAN, d_y, 0.0)
-        d_middle -= tl.where(i < SPAN, d_s, 0.0)
+        if CENTRED:
+            d_middle -= tl.where(i < SPAN, d_s, 0.0)
         later, d_xs, sofar, d_ws = (none,) + d_xs[:-1], (), d_ws, ()
         for back in tl.static_range(TAPS):
             d_xs += (later[back] + ws[back] * d_y,)
@@ -217,7 +218,7 @@ def backward_kernel(
                        SPAN)  # fmt: skip
     else:
         _backward_part(d_v + begin * V + head * D_V, mixed, tail, weight, centre, d_mixed,
-                       d_tail, sums, start, t, eps, False, V, D_V, PAD_V, C, TAPS, CENTRED,
+                       d_tail, sums, start, t, eps, False, V, D_V, PAD_V, C, TAPS, False,
                        SPAN)  # fmt: skip
 
 
