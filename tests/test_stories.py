@@ -476,6 +476,23 @@ def test_it_is_known_which_tokens_are_those_of_the_books(material):
     assert not row.plain[row.kinds >= 0].any()
 
 
+def test_decoys_have_words_of_facts_and_tell_nothing(books, tmp_path):
+    """In training alone; they are of the books, so that writing them has its price."""
+    made = StoryMaterial(data(books, decoys=3.0), tmp_path)
+
+    def signs(part: Part, number: int) -> list[str]:
+        row = made.books[part].row(2500, 0, 0, number)
+        text = "".join(c for c, p in zip(whole(row), row.plain, strict=False) if p)
+        said = re.sub(r"(code|courier)", "", text, flags=re.IGNORECASE)
+        assert {"rain", "snow"} & set(said.split())
+        return re.findall(r"code|courier", text, re.IGNORECASE)
+
+    found = [signs("train", number) for number in range(8)]
+    assert all(found)
+    assert {sign for each in found for sign in each} == {"code", "courier", "Code", "Courier"}
+    assert not signs("test", 0)
+
+
 def test_part_of_the_text_is_learned_too(books, tmp_path):
     made = StoryMaterial(data(books, text=0.5), tmp_path)
     train_, test = (made.books[part].row(2000, 0, 0, 0) for part in ("train", "test"))
@@ -737,6 +754,7 @@ BAD = {
     "share": ({"unknown": 1.5}, "data.unknown: 1.5; expected a part"),
     "questions": ({"at_end": 0}, "data.at_end: 0"),
     "loose": ({"loose": 0.6}, "data.loose: 0.6; expected 0.5 at most"),
+    "decoys": ({"decoys": -1.0}, r"data.decoys: -1.0; expected 0 or more"),
     "pauses": ({"pauses": -1}, "data.pauses: -1"),
     "lengths": ({"lengths": (0,)}, "data.lengths and data.longer: 0"),
 }

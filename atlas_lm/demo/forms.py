@@ -17,7 +17,9 @@ from typing import Literal, TypeAlias
 Part: TypeAlias = Literal["train", "test"]
 PARTS: tuple[Part, ...] = ("train", "test")
 Forms: TypeAlias = dict[Part, dict[str, tuple[str, ...]]]
-MARKS = frozenset({"the", "code", "courier"})
+SIGNS = ("code", "courier")
+"""What a fact is known by."""
+MARKS = frozenset({"the", *SIGNS})
 """Words that stay in every sentence that has them: what it is about, and where a thing or a place
 begins."""
 

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from atlas_lm.demo.forms import MARKS, Part
+from atlas_lm.demo.forms import MARKS, SIGNS, Part
 
 SHORTEST, LONGEST = 3, 10
 """Letters of a strange word."""
@@ -104,6 +104,17 @@ class Words:
 def _cut(form: str) -> tuple[str, ...]:
     """What stands between words, and the words, in turn; names of blanks are no words."""
     return tuple(re.split(r"(?<!{)\b([A-Za-z]+)\b(?!})", form))
+
+
+def decoy(sentence: str, draw: np.random.Generator) -> str:
+    """The sentence with one word replaced by one that facts are known by: it tells nothing."""
+    words = list(re.finditer(r"[A-Za-z]+", sentence))
+    if not words:
+        return sentence
+    word = words[int(draw.integers(len(words)))]
+    mark = SIGNS[int(draw.integers(len(SIGNS)))]
+    mark = mark.capitalize() if word[0][0].isupper() else mark
+    return sentence[: word.start()] + mark + sentence[word.end() :]
 
 
 def words_in(text: str, shortest: int = SHORTEST) -> set[str]:

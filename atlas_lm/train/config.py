@@ -194,6 +194,9 @@ class StoryData:
     learn to write down others."""
     loose: float = 0.1
     """Part of the words around a subject that are any words too, in training, up to a half."""
+    decoys: float = 0.0
+    """For every fact of a row, in training, so many sentences of the books with a word of facts in
+    them, which tell nothing."""
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
@@ -210,6 +213,8 @@ class StoryData:
         for name in parts.split():
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
+        if self.decoys < 0:
+            raise ValueError(f"data.decoys: {self.decoys}; expected 0 or more")
         if self.loose > 0.5:
             raise ValueError(f"data.loose: {self.loose}; expected 0.5 at most")
         least = {"moves": 1, "between": 0, "at_end": 1, "rows": 1, "pauses": 0, "workers": 0}

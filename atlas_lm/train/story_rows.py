@@ -18,7 +18,7 @@ import numpy as np
 
 from atlas_lm.ask import continued
 from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, last_told, question, story
-from atlas_lm.demo.words import Words
+from atlas_lm.demo.words import Words, decoy
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.samples import generator_of, ids
@@ -40,12 +40,18 @@ MOVING = 0.5
 """Part of the people of a later row that an earlier one told of."""
 
 
+DECOY = 48
+"""Tokens of one, at most."""
+PLAIN = "plain"
+"""What is told as part of the books."""
+
+
 class Said(NamedTuple):
     """A sentence that is told, or a question with its answer."""
 
     tokens: np.ndarray
     kind: str
-    """Of the question; "fact" if it is none."""
+    """Of the question; "fact" or "plain" if it is none."""
     answer: int
     """The last so many tokens are the answer."""
 
@@ -193,6 +199,9 @@ class Book:
             else:
                 asked.append(self._in_text(told.facts, depths, draw))
         events += [(depth, self._asked(each, told, draw)) for depth, each in asked]
+        if self.data.decoys and self.part == "train":
+            decoys = int(draw.poisson(self.data.decoys * size.facts))
+            events += [(float(draw.random()), self._decoy(draw)) for _ in range(decoys)]
         events.sort(key=lambda event: event[0])
         end = self._at_end(told, never[in_text:], older, size.at_end, draw)
         return told.facts, [said for _, said in events], [depth for depth, _ in events], end
@@ -273,6 +282,14 @@ class Book:
     def _fact(self, fact: Fact) -> Said:
         return Said(ids(self.haystack.separator + fact.text, self.tokenizer), "fact", 0)
 
+    def _decoy(self, draw: np.random.Generator) -> Said:
+        """A sentence of the books, or its beginning, with a word of facts in it."""
+        haystack = self.haystack
+        at = int(draw.integers(haystack.sentences))
+        begin, end = haystack.bounds[at : at + 2].tolist()
+        said = self.tokenizer.decode(haystack.tokens[begin : min(end, begin + DECOY)].tolist())
+        return Said(ids(decoy(said, draw), self.tokenizer), PLAIN, 0)
+
     def _again(self, fact: Fact) -> Said:
         """The sentence as it was told, of which the value is to be known."""
         before, value, after = fact.text.rpartition(fact.value)
@@ -306,7 +323,7 @@ class Book:
             room += len(said.tokens)
         for begin, said in zip(begins, (*placed, *at_end), strict=True):
             end = begin + len(said.tokens)
-            plain[begin:end] = False
+            plain[begin:end] = said.kind == PLAIN
             if said.answer:
                 kinds[end - said.answer : end] = list(KINDS.values()).index(said.kind)
         learned = kinds >= 0
