@@ -30,7 +30,7 @@ from atlas_lm.nn.gates import GateMaps
 from atlas_lm.ops.state import Gates
 from atlas_lm.recipes.demo import demo
 from atlas_lm.tasks.samples import generator_of, ids
-from atlas_lm.train.config import StoryData
+from atlas_lm.train.data import StoryData
 from atlas_lm.train.evaluate import right_answers
 from atlas_lm.train.sources import Work
 from atlas_lm.train.stories import StoryMaterial

@@ -20,7 +20,8 @@ import torch
 
 from atlas_lm import LanguageModel
 from atlas_lm.recipes import RECIPES
-from atlas_lm.train.config import RecallData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import RecallData
 from atlas_lm.train.loop import fitted, train
 from atlas_lm.train.objective import NextToken
 from atlas_lm.train.optimizers import Optimizers

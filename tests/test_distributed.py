@@ -21,7 +21,8 @@ from atlas_lm import RULES, LanguageModel, ModelConfig
 from atlas_lm.data.prepare import Options, prepare
 from atlas_lm.models.folder import load_model
 from atlas_lm.train import ranks as module
-from atlas_lm.train.config import RecallData, TextData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import RecallData, TextData
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken
 from atlas_lm.train.optimizers import OptimizerConfig

@@ -23,7 +23,8 @@ RECIPE = f"""
 from dataclasses import replace
 
 from atlas_lm import RULES, ModelConfig
-from atlas_lm.train.config import TextData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import TextData
 from atlas_lm.train.optimizers import OptimizerConfig
 
 

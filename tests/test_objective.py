@@ -6,7 +6,8 @@ import torch
 from atlas_lm import RULES, LanguageModel, ModelConfig
 from atlas_lm.data.recall import associative_recall
 from atlas_lm.nn.gates import MARGIN, TOLD, GateMaps
-from atlas_lm.train.config import RecallData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import RecallData
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken
 from atlas_lm.train.optimizers import OptimizerConfig

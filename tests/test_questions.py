@@ -12,7 +12,8 @@ from atlas_lm.eval.run import Plan, evaluate
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.table import Folders
 from atlas_lm.text import ByteTokenizer
-from atlas_lm.train.config import QuestionData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import QuestionData
 from atlas_lm.train.evaluate import evaluate as judged
 from atlas_lm.train.loop import train
 from atlas_lm.train.questions import QuestionMaterial

@@ -15,7 +15,8 @@ from atlas_lm import RULES, LanguageModel, ModelConfig, Rule
 from atlas_lm.cli import main
 from atlas_lm.cli.recipe import parsed, rule_from, rule_text
 from atlas_lm.recipes import LINES, RECIPES
-from atlas_lm.train.config import RecallData, TaskData, TextData, TrainConfig, differences
+from atlas_lm.train.config import TrainConfig, differences
+from atlas_lm.train.data import RecallData, TaskData, TextData
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
 

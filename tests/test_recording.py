@@ -9,7 +9,8 @@ import torch
 from atlas_lm import LanguageModel, ModelConfig
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.rules import RULES, Rule
-from atlas_lm.train.config import PythonText, RecallData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import PythonText, RecallData
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken
 from atlas_lm.train.ranks import Ranks

@@ -37,7 +37,8 @@ from atlas_lm.models.folder import load_model
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.recipes import RECIPES
 from atlas_lm.text import ByteTokenizer, FileTokenizer, load_tokenizer
-from atlas_lm.train.config import StoryData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import StoryData
 from atlas_lm.train.evaluate import evaluate, right_answers
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken

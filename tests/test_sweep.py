@@ -34,7 +34,8 @@ from atlas_lm.sweep.tables import (
     student_quantile,
     wilson,
 )
-from atlas_lm.train.config import QuestionData, TaskData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import QuestionData, TaskData
 from atlas_lm.train.guard import NotFinite
 from atlas_lm.train.loop import train
 from atlas_lm.train.run_folder import read_config, write_config

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 import torch
 from watchers import At
 
-from atlas_lm import RULES, LanguageModel, ModelConfig, load_model
+from atlas_lm import RULES, LanguageModel, ModelConfig, load_model, save_model
 from atlas_lm.cli import main
 from atlas_lm.data.prepare import Options, prepare
 from atlas_lm.models.lm import NO_TARGET
@@ -25,7 +26,8 @@ from atlas_lm.tasks.rows import EVALUATE, TRAIN, rows
 from atlas_lm.text import ByteTokenizer
 from atlas_lm.trace import trace
 from atlas_lm.train import loop
-from atlas_lm.train.config import PythonText, RecallData, TaskData, TextData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import PythonText, RecallData, TaskData, TextData
 from atlas_lm.train.evaluate import evaluate
 from atlas_lm.train.guard import check_compiler, explained_memory, first_not_finite
 from atlas_lm.train.loop import train
@@ -495,6 +497,47 @@ def test_the_first_loss_is_that_of_the_model_and_the_first_step_that_of_adamw(tm
     Optimizers(config.optimizer, model).step()
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(weights(tmp_path / "run")[name], expected)
+
+
+def test_a_run_starts_with_the_weights_of_a_model(tmp_path):
+    """And not with those that its seed would make; resumed, it goes on with its own."""
+    torch.manual_seed(7)
+    model = LanguageModel(MODEL)
+    save_model(model, tmp_path / "old")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = recall(start=str(tmp_path / "old"), clip=0.0)
+    train(replace(config, steps=1, schedule=Schedule(warmup=0)), tmp_path / "one")
+    work = Recall(RecallData()).source(config, ALONE).next()
+    loss, _ = model.loss(work.tokens, work.targets)
+    assert lines(tmp_path / "one", "train")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    after = weights(tmp_path / "one")
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    train(config, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(config, tmp_path / "cut", watch=[At(5, kill)])
+    train(config, tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_who_starts_with_a_model_pays_all_of_the_price_at_once(tmp_path):
+    save_model(LanguageModel(MODEL), tmp_path / "old")
+    found = [
+        lines(tmp_path / name, "train")[0]["loss"]
+        for name, price in (("free", 0.0), ("dear", 5.0))
+        if train(recall(start=str(tmp_path / "old"), steps=1, price=price), tmp_path / name)
+    ]
+    assert found[1] > found[0] + 0.1
+
+
+def test_a_model_that_a_run_cannot_start_with(tmp_path, capsys):
+    save_model(LanguageModel(replace(MODEL, dim=32)), tmp_path / "old")
+    begin = f"train recall --out {tmp_path}/run --start {tmp_path}/"
+    assert main(f"{begin}none".split()) == 2
+    assert "none: no such model folder" in capsys.readouterr().err
+    assert main(f"{begin}old".split()) == 2
+    told = r"start: the model in .*old has vocab \d+, that of this run"
+    assert re.search(told, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from atlas_lm.models.config import ModelConfig
-from atlas_lm.train.config import QuestionData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import QuestionData
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.tasks.rows import MQAR_TESTS, MQAR_TRAINING
-from atlas_lm.train.config import TaskData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import TaskData
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
 

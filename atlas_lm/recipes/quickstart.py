@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.rules import RULES
-from atlas_lm.train.config import RecallData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import RecallData
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
 

@@ -27,7 +27,8 @@ from typing import Any, ClassVar, Literal
 
 from atlas_lm.models.costs import costs
 from atlas_lm.sweep.grid import Planned, Settings
-from atlas_lm.train.config import RecallData, TrainConfig, differences
+from atlas_lm.train.config import TrainConfig, differences
+from atlas_lm.train.data import RecallData
 from atlas_lm.train.guard import NotFinite
 from atlas_lm.train.loop import train
 from atlas_lm.train.run_folder import CONFIG, MAY_CHANGE, METRICS, MODEL, read_config, write_json

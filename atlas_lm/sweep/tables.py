@@ -32,7 +32,8 @@ from atlas_lm.sweep.grid import Planned, Settings
 from atlas_lm.sweep.runs import COSTS, RUNS, Status, read_sweep, reason_of, status_of, tuned_in
 from atlas_lm.tasks.rows import row_task
 from atlas_lm.tasks.table import TEXT_TASKS
-from atlas_lm.train.config import QuestionData, RecallData, TaskData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import QuestionData, RecallData, TaskData
 from atlas_lm.train.run_folder import METRICS, read_config
 from atlas_lm.train.watch import read_lines
 from atlas_lm.whole_files import write_whole

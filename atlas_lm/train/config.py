@@ -11,235 +11,22 @@ from atlas_lm.models.summary import grows, name_of
 from atlas_lm.names import nearest
 from atlas_lm.ops.delta import TILE
 from atlas_lm.rules import RULES, Rule
-from atlas_lm.tasks.rows import RowTask, row_task
-from atlas_lm.tasks.table import TEXT_TASKS
+from atlas_lm.tasks.rows import row_task
+from atlas_lm.train.data import (
+    KINDS,
+    Data,
+    PythonText,
+    QuestionData,
+    RecallData,
+    StoryData,
+    TaskData,
+    TextData,
+    expect_at_least,
+)
 from atlas_lm.train.optimizers import OptimizerConfig
 from atlas_lm.train.schedules import Schedule
 
 T = TypeVar("T")
-
-# What is learned
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextData:
-    """Text that `atlas-lm data prepare` has made into token shards."""
-
-    path: str = ""
-    """Folder of the prepared data."""
-    valid: str | None = None
-    """Folder of what is evaluated on; None: PATH/valid, if it is there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PythonText:
-    """What every Python carries: the manual and the docstrings of the standard library, 2 MB."""
-
-    tokenizer: int | None = None
-    """Ids of a tokenizer that is trained on it; None: bytes."""
-    valid: float = 0.05
-    """Part of the documents that is kept for evaluation."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.valid < 1:
-            raise ValueError(f"data.valid: {self.valid}; expected a part of all documents, 0 to 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecallData:
-    """Pairs are told once, then every key is asked for: a row of 3 tokens a pair."""
-
-    longer: tuple[int, ...] = ()
-    """Lengths in tokens, besides that of training, at which it is evaluated."""
-    shortest: int | None = None
-    """Length of the rows in the first step, from which they grow; None: all have the length."""
-    growth: int = 0
-    """Steps in which the length grows from the shortest to its own."""
-    vary: bool = False
-    """Draw the length of every step, between the shortest and what it has grown to."""
-
-    def __post_init__(self) -> None:
-        if self.growth < 0:
-            raise ValueError(f"data.growth: {self.growth}; expected 0 steps or more")
-        for name, length in (("shortest", self.shortest), *(("longer", n) for n in self.longer)):
-            if length is not None and length < 3:
-                raise ValueError(f"data.{name}: {length}; expected 3 tokens or more, one pair")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskData:
-    """Rows of a task of `atlas_lm.tasks.rows`; its settings are changed in its name, as in
-    mqar/64-4:vocab=64."""
-
-    task: str = "mqar"
-    """What is learned and evaluated: NAME[:SETTING=NUMBER...]."""
-    mix: tuple[str, ...] = ()
-    """Tasks to learn instead, a step each in turn, at their own lengths."""
-    tests: tuple[str, ...] = ()
-    """Tasks to evaluate besides, at their own lengths."""
-    longer: tuple[int, ...] = ()
-    """Lengths in tokens, besides that of training, at which the task is evaluated."""
-    examples: int | None = 0
-    """Rows of each task, in another order in every epoch; 0: new ones at every step; None: as many
-    as its authors train on."""
-
-    def __post_init__(self) -> None:
-        for length in self.longer:
-            _expect_at_least("data.longer", length, 1)
-        if self.examples is not None:
-            _expect_at_least("data.examples", self.examples, 0)
-        for task in self.learned:
-            if self.rows_of(task) is None:
-                raise ValueError(
-                    f"data.examples: nobody has published how many rows of {task.name} to learn "
-                    "from; expected a number, or 0 for new ones at every step"
-                )
-        _ = self.vocab  # a name that is none is told now
-
-    @property
-    def learned(self) -> tuple[RowTask, ...]:
-        """The tasks of the steps, in turn."""
-        return tuple(row_task(name) for name in self.mix or (self.task,))
-
-    @property
-    def vocab(self) -> int:
-        """Ids that the model has to have."""
-        return max(row_task(name).vocab for name in (self.task, *self.mix, *self.tests))
-
-    def rows_of(self, task: RowTask) -> int | None:
-        """Rows of this task to learn from; 0: as many as there are steps for."""
-        if self.examples is None:
-            return task.train_examples or None
-        return self.examples
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuestionData:
-    """Texts with a question each, of `atlas_lm.tasks.table`: a row is a text, its question and the
-    answer, and the answer alone is learned."""
-
-    tasks: tuple[str, ...] = ("babilong/qa1",)
-    """What is learned, a step each in turn, and evaluated: niah/..., babilong/..."""
-    lengths: tuple[int, ...] = ()
-    """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
-    longer: tuple[int, ...] = ()
-    """Lengths, besides that of the run, at which it is evaluated."""
-    books: str | None = None
-    """Folder of texts in which facts are hidden; None: docstrings of Python."""
-    test_books: str | None = None
-    """The same for evaluation; None: those of training, or Python's manual."""
-    babi: str | None = None
-    """Folder of bAbI's own files; None: stories that are made by its rules."""
-    words: str | None = None
-    """Folder of RULER's lists of words; None: a list of ours."""
-    tokenizer: str | None = None
-    """A tokenizer.json; None: bytes."""
-
-    def __post_init__(self) -> None:
-        if not self.tasks:
-            raise ValueError("data.tasks: none; expected one or more, such as babilong/qa1")
-        for name in self.tasks:
-            if name not in TEXT_TASKS:
-                raise ValueError(
-                    f"data.tasks: {name!r}{nearest(name, TEXT_TASKS)} is none of the texts with "
-                    "questions; expected niah/pass-key, babilong/qa1 or another of them"
-                )
-        for length in (*self.lengths, *self.longer):
-            _expect_at_least("data.lengths and data.longer", length, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoryData:
-    """Texts in which facts of `atlas_lm.demo.facts` are hidden, with questions in between and at
-    the end: the answers alone are learned. A step has as many tokens at every length."""
-
-    facts: tuple[int, ...] = (2, 64)
-    """Of a text, from the fewest to the most; fewer where they would take most of a row."""
-    people: float = 0.5
-    """Part of the facts that say where somebody is; the others are codes."""
-    moves: int = 3
-    """Places in which somebody is told to be one after the other, at most."""
-    between: int = 4
-    """Questions of a row among its text."""
-    at_end: int = 8
-    """Questions after its text."""
-    unknown: float = 0.25
-    """Part of the questions that are about what was never told."""
-    again: float = 0.0
-    """Part of the others that are no questions, in training: the fact is told again, and its value
-    is to be known. A fact is found by its own words long before it is found by other words."""
-    lengths: tuple[int, ...] = ()
-    """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
-    rows: int = 1
-    """Rows of a text, in steps that follow each other, once all lengths have come in: memories go
-    on, and what an earlier row told is asked too. Gradients end where a row ends; a run is saved,
-    and stops, where texts do."""
-    pauses: int = 0
-    """Lengths of plain text, at most, that memories read before one row in eight of such texts,
-    without gradients: what was told before it is to be known after it."""
-    growing: float = 0.0
-    """Part of the steps over which lengths come in one after the other, the shortest first."""
-    longer: tuple[int, ...] = ()
-    """Lengths, besides that of the run, at which it is evaluated."""
-    books: str | None = None
-    """Folder of texts in which facts are hidden; None: docstrings of Python."""
-    test_books: str | None = None
-    """The same for evaluation; None: those of training, or Python's manual."""
-    words: str | None = None
-    """Folder of RULER's lists of words, to learn with besides ours."""
-    strange: float = 0.3
-    """How often a word of a fact is any word of the books, in training."""
-    invented: float = 0.5
-    """Part of those that are made of two: whoever learns to write down the words of a list does not
-    learn to write down others."""
-    loose: float = 0.1
-    """Part of the words around a subject that are any words too, in training, up to a half."""
-    decoys: float = 0.0
-    """For every fact of a row, in training, so many sentences of the books with a word of facts in
-    them, which tell nothing."""
-    text: float = 0.0
-    """Part of all other tokens that is learned too."""
-    tokenizer: str | None = None
-    """A tokenizer.json; None: bytes."""
-    workers: int = 0
-    """Processes that make batches ahead; 0: they are made when they are needed."""
-
-    def __post_init__(self) -> None:
-        if len(self.facts) != 2 or not 1 <= self.facts[0] <= self.facts[1]:
-            raise ValueError(
-                f"data.facts: {self.facts}; expected the fewest and the most, 1 or more"
-            )
-        parts = "people unknown again growing strange invented loose text"
-        for name in parts.split():
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
-        if self.decoys < 0:
-            raise ValueError(f"data.decoys: {self.decoys}; expected 0 or more")
-        if self.loose > 0.5:
-            raise ValueError(f"data.loose: {self.loose}; expected 0.5 at most")
-        least = {"moves": 1, "between": 0, "at_end": 1, "rows": 1, "pauses": 0, "workers": 0}
-        for name, fewest in least.items():
-            _expect_at_least(f"data.{name}", getattr(self, name), fewest)
-        for length in (*self.lengths, *self.longer):
-            _expect_at_least("data.lengths and data.longer", length, 1)
-
-    def growing_steps(self, steps: int) -> int:
-        """Of so many in all."""
-        return int(self.growing * steps)
-
-
-Data = TextData | PythonText | RecallData | TaskData | QuestionData | StoryData
-KINDS: dict[str, type[Data]] = {
-    "text": TextData,
-    "python": PythonText,
-    "recall": RecallData,
-    "task": TaskData,
-    "questions": QuestionData,
-    "stories": StoryData,
-}
-
-
-# The run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +35,8 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; of text and tasks, its vocabulary becomes that of the data."""
+    start: str | None = None
+    """Folder of a model to begin with the weights of; None: new ones."""
     data: Data = field(default_factory=RecallData)
     """What it is trained on."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -276,8 +65,9 @@ class TrainConfig:
     from closed at every token: with one, they close wherever nothing is worth it. In texts with
     facts it is paid for the text around them; in facts and questions little of it, for gates that
     are open and as much for closed ones, which would stay so. It rises with the square of the
-    steps, from 0 to this at the last: what is worth writing has to be found first. (With momentum,
-    what is under way is still written.)"""
+    steps, from 0 to this at the last: what is worth writing has to be found first; a model to start
+    with has found it, and pays all of it from the first step on. (With momentum, what is under way
+    is still written.)"""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: products in bfloat16 by autocast, parameters and their updates in float32."""
@@ -316,8 +106,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "log_every", "evaluate_batches"):
-            _expect_at_least(name, getattr(self, name), 1)
-        _expect_at_least("length", self.length, 0 if isinstance(self.data, TaskData) else 1)
+            expect_at_least(name, getattr(self, name), 1)
+        expect_at_least("length", self.length, 0 if isinstance(self.data, TaskData) else 1)
         for name in (
             "seed",
             "threads",
@@ -326,10 +116,10 @@ class TrainConfig:
             "samples",
             "sample_tokens",
         ):
-            _expect_at_least(name, getattr(self, name), 0)
-        _expect_at_least("keep", self.keep, 1)
+            expect_at_least(name, getattr(self, name), 0)
+        expect_at_least("keep", self.keep, 1)
         if self.segment is not None:
-            _expect_at_least("segment", self.segment, 1)
+            expect_at_least("segment", self.segment, 1)
         if not self.clip >= 0:
             raise ValueError(f"clip: {self.clip}; expected a length of gradients, or 0 for any")
         if not self.price >= 0:
@@ -492,8 +282,3 @@ def _check_names(kind: type, values: dict[str, Any], before: str) -> None:
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has lists alone."""
     return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-
-
-def _expect_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}: {value}; expected a whole number, {least} or more")

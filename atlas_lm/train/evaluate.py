@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from atlas_lm.models.lm import NO_TARGET, ModelState
-from atlas_lm.train.config import QuestionData, StoryData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import QuestionData, StoryData
 from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.sources import Material, Work
 from atlas_lm.train.step import precision

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from atlas_lm.models.folder import save_model
+from atlas_lm.models.folder import load_model, save_model
 from atlas_lm.models.lm import LanguageModel
 from atlas_lm.text import save_tokenizer
 from atlas_lm.train import random_state
 from atlas_lm.train.checkpoints import Checkpoints
-from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.config import TrainConfig, differences
 from atlas_lm.train.evaluate import evaluate
 from atlas_lm.train.guard import (
     NotFinite,
@@ -132,6 +132,21 @@ def fitted(config: TrainConfig, material: Material) -> TrainConfig:
     return replace(config, model=replace(config.model, vocab=material.vocab))
 
 
+def first_model(config: TrainConfig) -> LanguageModel:
+    """As the run begins with it."""
+    if config.start is None:
+        return LanguageModel(config.model)
+    model = load_model(config.start).float().train()
+    other = differences(model.config.to_dict(), config.model.to_dict())
+    if other:
+        name, (theirs, ours) = next(iter(other.items()))
+        raise ValueError(
+            f"start: the model in {config.start} has {name} {theirs}, that of this run {ours}; "
+            "expected the same model"
+        )
+    return model
+
+
 @dataclass
 class Progress:
     """How far a run is, and what has been added up since the last line."""
@@ -161,7 +176,7 @@ class Run:
         self.source = OneAhead(material.source(config, ranks))
         material.tests(config, ranks)  # what cannot be evaluated is told now
         torch.manual_seed(config.seed)
-        self.model = LanguageModel(config.model).to(ranks.device)
+        self.model = first_model(config).to(ranks.device)
         self.model.checkpointing = config.checkpointing
         objective = NextToken(self.model, config.of_text, config.price)
         for block in self.model.blocks if config.compile else ():
@@ -209,7 +224,8 @@ class Run:
         work = self.source.next()
         factor = self.config.schedule.factor(self.progress.step, self.config.steps)
         rate = self.optimizers.set_rate(factor)
-        self.charge((self.progress.step / self.config.steps) ** 2)
+        begun = self.progress.step / self.config.steps if self.config.start is None else 1.0
+        self.charge(begun**2)
         self.optimizers.zero_grad()
         try:
             loss, after = self.gradients.add(work)

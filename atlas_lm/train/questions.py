@@ -16,7 +16,8 @@ from atlas_lm.ask import Task
 from atlas_lm.tasks.samples import Part
 from atlas_lm.tasks.table import TEXT_TASKS, Folders, Materials, TextTask
 from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
-from atlas_lm.train.config import QuestionData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import QuestionData
 from atlas_lm.train.ranks import Ranks, agreed
 from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work, drawn_at
 

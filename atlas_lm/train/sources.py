@@ -20,15 +20,8 @@ from atlas_lm.data.stream import Batches
 from atlas_lm.ops.host import to_device
 from atlas_lm.tasks.rows import EVALUATE, TRAIN, Rows, RowTask, row_task, rows
 from atlas_lm.text import Tokenizer
-from atlas_lm.train.config import (
-    PythonText,
-    QuestionData,
-    RecallData,
-    StoryData,
-    TaskData,
-    TextData,
-    TrainConfig,
-)
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import PythonText, QuestionData, RecallData, StoryData, TaskData, TextData
 from atlas_lm.train.ranks import Ranks, agreed
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from atlas_lm.tasks.niah import read_words
 from atlas_lm.tasks.samples import generator_of
 from atlas_lm.tasks.table import Folders, Materials
 from atlas_lm.text import ByteTokenizer, FileTokenizer, Tokenizer
-from atlas_lm.train.config import StoryData, TrainConfig
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import StoryData
 from atlas_lm.train.ranks import Ranks, agreed
 from atlas_lm.train.sources import EVALUATION_SEED, Tests, Work, drawn_at
 from atlas_lm.train.story_rows import KINDS, Book, Row

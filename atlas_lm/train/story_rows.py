@@ -23,7 +23,7 @@ from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.samples import generator_of, ids
 from atlas_lm.text import Tokenizer
-from atlas_lm.train.config import StoryData
+from atlas_lm.train.data import StoryData
 
 KINDS = {"codes": "code", "places": "place", "unknown": "unknown"}
 """What is evaluated by itself, as its figure is called, and the kind of its questions."""
