@@ -279,6 +279,20 @@ def test_a_model_is_a_folder(tmp_path):
     assert fingerprint_of(loaded) != fingerprint_of(model)
 
 
+def test_a_file_may_have_half_the_bits(tmp_path):
+    """The model has its own dtype again, with the numbers rounded once."""
+    model = model_of(SMALL["titans"]).float()
+    save_model(model, tmp_path / "model")
+    save_model(model, tmp_path / "half", stored=torch.bfloat16)
+    sizes = [(tmp_path / n / "model.safetensors").stat().st_size for n in ("model", "half")]
+    assert sizes[1] < 0.7 * sizes[0]
+    found = load_model(tmp_path / "half").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor.bfloat16().float())
+    save_model(model.bfloat16(), tmp_path / "other")
+    assert {p.dtype for p in load_model(tmp_path / "other").parameters()} == {torch.bfloat16}
+
+
 def test_a_broken_folder_is_refused(tmp_path):
     folder = tmp_path / "model"
     with pytest.raises(FileNotFoundError, match="no such model folder"):

@@ -20,8 +20,13 @@ PREFIX = "model."
 """What Hugging Face puts before the names of the weights."""
 
 
-def save_model(model: LanguageModel, folder: str | os.PathLike) -> None:
-    """Write the model; what else is in the folder (a tokenizer, a task) stays."""
+def save_model(
+    model: LanguageModel, folder: str | os.PathLike, stored: torch.dtype | None = None
+) -> None:
+    """Write the model; what else is in the folder (a tokenizer, a task) stays.
+
+    stored    what numbers are in the file: bfloat16 halves it, and the model read back has its own
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     described = {
@@ -30,16 +35,20 @@ def save_model(model: LanguageModel, folder: str | os.PathLike) -> None:
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "model": model.config.to_dict(),
     }
-    weights = {PREFIX + n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
+    weights = {
+        PREFIX + n: t.detach().to("cpu", stored).contiguous() for n, t in model.state_dict().items()
+    }
     write_whole(folder / WEIGHTS, save(weights, {"format": "pt"}))
     write_whole(folder / CONFIG, (json.dumps(described, indent=2) + "\n").encode())
 
 
 def load_model(folder: str | os.PathLike) -> LanguageModel:
-    """Read a model back, on the CPU, in the dtype it was saved in, ready to be asked."""
+    """Read a model back, on the CPU, in the dtype it had, ready to be asked."""
     folder = Path(folder)
-    config = _read_config(folder)
+    config, dtype = _read_config(folder)
     weights = _read_weights(folder / WEIGHTS)
+    if len({t.dtype for t in weights.values()}) == 1:
+        weights = {n: t.to(dtype) for n, t in weights.items()}
     with torch.device("meta"):
         model = LanguageModel(config)
     expected = {n: tuple(t.shape) for n, t in model.state_dict().items()}
@@ -61,7 +70,8 @@ def fingerprint_of(model: LanguageModel) -> str:
     return fingerprint(weights, {"model": json.dumps(model.config.to_dict(), sort_keys=True)})
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def _read_config(folder: Path) -> tuple[ModelConfig, torch.dtype | None]:
+    """What the model is made of, and of what numbers, if that is said."""
     path = folder / CONFIG
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
@@ -74,8 +84,9 @@ def _read_config(folder: Path) -> ModelConfig:
     if not isinstance(said, dict) or said.get("model_type") != "atlas_lm":
         kind = said.get("model_type") if isinstance(said, dict) else type(said).__name__
         raise ValueError(f"{path}: model_type is {kind!r}, expected 'atlas_lm'")
+    dtype = getattr(torch, str(said.get("dtype")), None)
     try:
-        return ModelConfig.from_dict(said["model"])
+        return ModelConfig.from_dict(said["model"]), dtype
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not the config of a model of this version ({error})") from error
 
