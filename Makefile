@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-slow test-lm-eval quickstart quickstart-text bench bench-generation bench-ladder bench-gpu mechanism wheel check-wheel constraints format clean
+.PHONY: help venv test test-slow test-lm-eval quickstart quickstart-text bench bench-generation bench-ladder bench-gpu demo readme-demo mechanism wheel check-wheel constraints format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -74,6 +74,12 @@ bench-gpu: $(READY_BENCH)  ## layers beside targets and peers on a CUDA GPU, and
 	@$(BIN)/python -m benchmarks.speed --lengths
 	@$(BIN)/python -m benchmarks.figures results/speed.json
 
+demo: $(CORE)  ## facts hidden in Python's manual, answered from a memory file, about a minute
+	@$(BIN)/atlas-lm demo
+
+readme-demo: $(CORE)  ## the same, as the README's opening
+	@$(BIN)/python -m benchmarks.readme_demo
+
 mechanism: $(READY)  ## what memories hold, lose and cost: results/mechanism, 20 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m atlas_lm.eval.mechanism
 
@@ -81,14 +87,16 @@ wheel: $(READY)  ## build the wheel into dist/
 	@rm -rf dist
 	@$(BIN)/python -m build --wheel --no-isolation
 
-check-wheel: wheel  ## install the wheel elsewhere and run the README's first example with it
+check-wheel: wheel  ## install the wheel elsewhere, run the README's first example and the demo with it
 	@set -eu; repo=$$PWD; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	awk '/^```python/ {inside = 1; next} /^```/ && inside {exit} inside' README.md > "$$tmp/example.py"; \
 	test -s "$$tmp/example.py" || { echo "README.md has no python example" >&2; exit 1; }; \
 	$(PYTHON) -m venv "$$tmp/venv"; \
 	"$$tmp/venv/bin/pip" install $(PIP_FLAGS) dist/*.whl; \
 	cd "$$tmp"; ./venv/bin/python example.py; \
-	echo "the README's first example runs from the wheel"
+	echo "the README's first example runs from the wheel"; \
+	begun=$$(date +%s); ./venv/bin/atlas-lm demo --html demo.html; test -s demo.html; \
+	echo "the demo runs from the wheel, in $$(($$(date +%s) - begun)) s"
 
 constraints:  ## pin the newest versions anew (torch stays: change its pin by hand first)
 	@set -eu; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \

@@ -16,7 +16,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from atlas_lm import RULES, LanguageModel, ModelConfig, save_model
 from atlas_lm.ask import ask
-from atlas_lm.cli import demo as command
 from atlas_lm.cli import main
 from atlas_lm.demo import talk
 from atlas_lm.demo.asking import answers, reach, read_end
@@ -574,14 +573,12 @@ def test_people_are_told_everything(here, capsys):
         "memory  0.0 % right (0.0 to 27.8); codes 0 of 4, places 0 of 2, never told 0 of 4" in out
     )
     assert all(answered["question"] in out for answered in found["answers"])
-    assert "window" not in out
 
 
-def test_the_readers_of_the_package_are_taken_where_there_are_any(here, capsys, monkeypatch):
-    monkeypatch.setattr(command, "SHIPPED", here)
-    (here / "tiny").rename(here / "model")
+def test_the_readers_of_the_package_are_taken_where_none_are_named(here, capsys):
     found = json.loads(said(capsys, "demo --facts 8 --your-file text.txt --json"))
     assert (found["model"], found["window"]) == ("model", "window")
+    assert 2e6 < found["window_parameters"] <= found["parameters"] <= 3e6
 
 
 def test_on_a_terminal_a_conversation_follows(here, capsys, monkeypatch):
@@ -613,8 +610,7 @@ def refused(capsys, args: str) -> str:
     return err
 
 
-def test_mistakes_are_told_in_a_line(here, capsys, monkeypatch):
-    monkeypatch.setattr(command, "SHIPPED", here / "nowhere")
+def test_mistakes_are_told_in_a_line(here, capsys):
     (here / "empty.txt").write_text(" \n")
     (here / "image.txt").write_bytes(bytes(range(256)))
     (here / "zero.txt").write_bytes(b"One. Two.\0 Three.")
@@ -624,7 +620,6 @@ def test_mistakes_are_told_in_a_line(here, capsys, monkeypatch):
     save_model(READER.model, here / "untrained")
     ours = "demo --model tiny --facts 8"
     wrong: list[tuple[str, str]] = [
-        ("demo", "no model comes with this installation; name the folder"),
         ("demo --model nowhere", "nowhere: no such model folder"),
         ("demo --model untrained", "task.json: missing"),
         (f"{ours} --your-file no.txt", "no.txt: no such text file"),

@@ -14,7 +14,7 @@ from atlas_lm.cli.sweep import parse_sweep
 from atlas_lm.cli.train import parse_train
 
 DOCS = Path(__file__).parent.parent / "docs"
-NAMES = ("in-your-model", "training", "memories-for-users", "from-loop-to-kernel")
+NAMES = ("in-your-model", "training", "memories-for-users", "demo", "from-loop-to-kernel")
 PAGES = [DOCS / f"{name}.md" for name in NAMES]
 
 

@@ -31,7 +31,7 @@ from atlas_lm.demo.facts import (
 )
 from atlas_lm.demo.forms import FACTS, QUESTIONS, TOLD, form_words
 from atlas_lm.demo.tokenizer import main as make_tokenizer
-from atlas_lm.demo.words import LONGEST, SHORTEST, TEST, TRAIN, WORDS
+from atlas_lm.demo.words import LONGEST, SHORTEST, TEST, TRAIN, WORDS, decoy
 from atlas_lm.models import LanguageModel, ModelConfig
 from atlas_lm.models.folder import load_model
 from atlas_lm.models.lm import NO_TARGET
@@ -484,14 +484,19 @@ def test_decoys_have_words_of_facts_and_tell_nothing(books, tmp_path):
     def signs(part: Part, number: int) -> list[str]:
         row = made.books[part].row(2500, 0, 0, number)
         text = "".join(c for c, p in zip(whole(row), row.plain, strict=False) if p)
-        said = re.sub(r"(code|courier)", "", text, flags=re.IGNORECASE)
-        assert {"rain", "snow"} & set(said.split())
+        assert not re.search(r"\b\d{4}\b", text)
         return re.findall(r"code|courier", text, re.IGNORECASE)
 
     found = [signs("train", number) for number in range(8)]
     assert all(found)
     assert {sign for each in found for sign in each} == {"code", "courier", "Code", "Courier"}
     assert not signs("test", 0)
+    made_up = {decoy("No word of it.", np.random.default_rng(i)) for i in range(99)}
+    assert {"Code word of it.", "No courier of it."} <= made_up
+    numbers = {n for line in made_up for n in re.findall(r"\d+", line)}
+    assert {len(number) for number in numbers} == {1, 2, 3, 5, 6}
+    assert all(re.search("code|courier", line, re.IGNORECASE) for line in made_up)
+    assert decoy("...", np.random.default_rng(0)) == "..."
 
 
 def test_part_of_the_text_is_learned_too(books, tmp_path):

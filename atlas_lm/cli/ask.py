@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from atlas_lm.cli.model import Device, open_model
+from atlas_lm.cli.model import Device, model_folder, open_model
 
 if TYPE_CHECKING:
     from atlas_lm.ask import Answer
@@ -22,7 +22,7 @@ class Ask:
     questions: Positional[Annotated[tuple[str, ...], arg(metavar="QUESTION ...")]]
     """Questions; each is asked by itself."""
     model: Annotated[Path, arg(metavar="DIR")]
-    """Folder of the model."""
+    """Folder of the model; demo: the one of the package."""
     memory: Annotated[Path, arg(metavar="FILE")]
     """The memory file."""
     template: Annotated[str | None, arg(metavar="NAME")] = None
@@ -37,7 +37,7 @@ class Ask:
 
         if not self.questions:
             raise ValueError("no question; give one or more, each in quotation marks")
-        task = Task.load(self.model)
+        task = Task.load(model_folder(self.model))
         model, tokenizer = open_model(self.model, self.device)
         state = load_memory(self.memory, model, tokenizer).state
         answers = [

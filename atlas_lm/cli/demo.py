@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import FlagCreatePairsOff, arg
 
 from atlas_lm.cli.model import Device
+from atlas_lm.demo import MODEL, WINDOW
 
 if TYPE_CHECKING:
     from atlas_lm.demo.book import Texts
     from atlas_lm.demo.show import Reader
-
-SHIPPED = Path(__file__).parent.parent / "demo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +32,14 @@ class Demo:
     """Read this text, in UTF-8, instead of Python's own manual."""
     shelf: Annotated[Path | None, arg(metavar="DIR")] = None
     """Read all texts of this folder, one after the other."""
-    facts: int = 32
+    facts: int = 12
     """How many facts to hide; a quarter more questions are asked."""
     seed: int = 0
     """Which facts, and where."""
     model: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder of another model, with a task.json."""
+    """Folder of another model, with a task.json; without it, the model of the package."""
     window: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder of another transformer to compare with, with a task.json."""
+    """Folder of another transformer to compare with, likewise."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("atlas-lm-demo")
     """Where to put the text with its facts, and the memory."""
     html: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -61,8 +60,8 @@ class Demo:
             raise FileNotFoundError(f"{folder}: no such folder to put the page in")
         setup = Setup(
             texts=self._texts(),
-            reader=self._reader(self.model, "model"),
-            window=self._window(),
+            reader=self._reader(self.model or MODEL),
+            window=self._reader(self.window or WINDOW),
             folder=self.out,
             seed=self.seed,
             facts=self.facts,
@@ -88,25 +87,14 @@ class Demo:
             return file_text(self.your_file)
         return python_texts() if self.shelf is None else shelf_texts(self.shelf)
 
-    def _reader(self, folder: Path | None, name: str) -> Reader:
+    def _reader(self, folder: Path) -> Reader:
         from atlas_lm.ask import Task
         from atlas_lm.cli.model import open_model
         from atlas_lm.demo.show import Reader
 
-        found = folder or SHIPPED / name
-        if folder is None and not found.is_dir():
-            raise FileNotFoundError(
-                "demo: no model comes with this installation; name the folder of one that can be "
-                "asked with --model DIR"
-            )
-        task = Task.load(found)
-        model, tokenizer = open_model(found, self.device)
-        # The file has half the bits, for its size; on a CPU they would be slow, too.
-        return Reader(found.absolute().name, model.float(), tokenizer, task)
-
-    def _window(self) -> Reader | None:
-        there = self.window is not None or (SHIPPED / "window").is_dir()
-        return self._reader(self.window, "window") if there else None
+        task = Task.load(folder)
+        model, tokenizer = open_model(folder, self.device)
+        return Reader(folder.absolute().name, model, tokenizer, task)
 
 
 def _prompt(reader: Reader, folder: Path) -> None:

@@ -17,7 +17,7 @@ class Generate:
     """Continue a text, printed as it comes."""
 
     model: Annotated[Path, arg(metavar="DIR")]
-    """Folder of the model."""
+    """Folder of the model; demo: the one of the package."""
     memory: Annotated[Path | None, arg(metavar="FILE")] = None
     """A memory file: what the model has read before the prompt. It stays as it is."""
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None

@@ -22,7 +22,7 @@ class Read:
     book: Positional[Annotated[Path, arg(metavar="BOOK.txt")]]
     """A text in UTF-8, of any size."""
     model: Annotated[Path, arg(metavar="DIR")]
-    """Folder of the model."""
+    """Folder of the model; demo: the one of the package."""
     memory: Annotated[Path, arg(metavar="FILE")]
     """The memory file; made if it is not there, replaced when all is read."""
     segment: int = 4096

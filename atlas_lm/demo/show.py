@@ -34,7 +34,7 @@ FORMAT = "atlas-lm demo 1"
 BOOK, MEMORY, STRENGTHS, MARK = "book.txt", "memory.safetensors", "writes.npy", "demo.json"
 SEGMENT = 1024
 """Tokens read at once: as fast as more, and the bar moves."""
-FACTS, FEWEST = 32, 4
+FACTS, FEWEST = 12, 4
 EVERY = 10.0
 """Seconds after which a reading is saved again."""
 LINES = 2

@@ -20,6 +20,10 @@ ENDING = 2
 """Letters by which words are alike: walked and asked, quickly and gladly."""
 
 
+NUMBERED, NUMBERS = 0.5, (1, 2, 3, 5, 6)
+"""Part of the decoys that have a number too, and its digits."""
+
+
 @dataclass(frozen=True)
 class Words:
     """What the subjects and the places of facts are drawn from."""
@@ -107,14 +111,17 @@ def _cut(form: str) -> tuple[str, ...]:
 
 
 def decoy(sentence: str, draw: np.random.Generator) -> str:
-    """The sentence with one word replaced by one that facts are known by: it tells nothing."""
-    words = list(re.finditer(r"[A-Za-z]+", sentence))
-    if not words:
-        return sentence
-    word = words[int(draw.integers(len(words)))]
-    mark = SIGNS[int(draw.integers(len(SIGNS)))]
-    mark = mark.capitalize() if word[0][0].isupper() else mark
-    return sentence[: word.start()] + mark + sentence[word.end() :]
+    """The sentence with one word replaced by one that facts are known by, and at times another by a
+    number, which has more or fewer digits than a code: it tells nothing."""
+    parts = re.split(r"([A-Za-z]+)", sentence)  # words at odd places
+    order = 1 + 2 * draw.permutation(len(parts) // 2)
+    sign = SIGNS[int(draw.integers(len(SIGNS)))]
+    digits = NUMBERS[int(draw.integers(len(NUMBERS)))]
+    number = str(int(draw.integers(10 ** (digits - 1), 10**digits)))
+    news = (sign, number) if draw.random() < NUMBERED else (sign,)
+    for at, new in zip(order.tolist(), news, strict=False):
+        parts[at] = new.capitalize() if parts[at][0].isupper() else new
+    return "".join(parts)
 
 
 def words_in(text: str, shortest: int = SHORTEST) -> set[str]:
