@@ -477,25 +477,25 @@ def test_it_is_known_which_tokens_are_those_of_the_books(material):
     assert not row.plain[row.kinds >= 0].any()
 
 
-def test_decoys_have_words_of_facts_and_tell_nothing(books, tmp_path):
+def test_decoys_have_a_word_of_facts_and_tell_nothing(books, tmp_path):
     """In training alone; they are of the books, so that writing them has its price."""
     made = StoryMaterial(data(books, decoys=3.0), tmp_path)
 
-    def signs(part: Part, number: int) -> list[str]:
+    def codes(part: Part, number: int) -> list[str]:
         row = made.books[part].row(2500, 0, 0, number)
         text = "".join(c for c, p in zip(whole(row), row.plain, strict=False) if p)
         assert not re.search(r"\b\d{4}\b", text)
-        return re.findall(r"code|courier", text, re.IGNORECASE)
+        return re.findall("code", text, re.IGNORECASE)
 
-    found = [signs("train", number) for number in range(8)]
+    found = [codes("train", number) for number in range(8)]
     assert all(found)
-    assert {sign for each in found for sign in each} == {"code", "courier", "Code", "Courier"}
-    assert not signs("test", 0)
+    assert {code for each in found for code in each} == {"code", "Code"}
+    assert not codes("test", 0)
     made_up = {decoy("No word of it.", np.random.default_rng(i)) for i in range(99)}
-    assert {"Code word of it.", "No courier of it."} <= made_up
+    assert {"Code word of it.", "No code of it."} <= made_up
     numbers = {n for line in made_up for n in re.findall(r"\d+", line)}
     assert {len(number) for number in numbers} == {1, 2, 3, 5, 6}
-    assert all(re.search("code|courier", line, re.IGNORECASE) for line in made_up)
+    assert all("code" in line.lower() for line in made_up)
     assert decoy("...", np.random.default_rng(0)) == "..."
 
 

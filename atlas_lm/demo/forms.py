@@ -17,9 +17,7 @@ from typing import Literal, TypeAlias
 Part: TypeAlias = Literal["train", "test"]
 PARTS: tuple[Part, ...] = ("train", "test")
 Forms: TypeAlias = dict[Part, dict[str, tuple[str, ...]]]
-SIGNS = ("code", "courier")
-"""What a fact is known by."""
-MARKS = frozenset({"the", *SIGNS})
+MARKS = frozenset({"the", "code", "courier"})
 """Words that stay in every sentence that has them: what it is about, and where a thing or a place
 begins."""
 

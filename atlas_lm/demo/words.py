@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from atlas_lm.demo.forms import MARKS, SIGNS, Part
+from atlas_lm.demo.forms import MARKS, Part
 
 SHORTEST, LONGEST = 3, 10
 """Letters of a strange word."""
@@ -111,14 +111,13 @@ def _cut(form: str) -> tuple[str, ...]:
 
 
 def decoy(sentence: str, draw: np.random.Generator) -> str:
-    """The sentence with one word replaced by one that facts are known by, and at times another by a
+    """The sentence with one word replaced by "code", which is common, and at times another by a
     number, which has more or fewer digits than a code: it tells nothing."""
     parts = re.split(r"([A-Za-z]+)", sentence)  # words at odd places
     order = 1 + 2 * draw.permutation(len(parts) // 2)
-    sign = SIGNS[int(draw.integers(len(SIGNS)))]
     digits = NUMBERS[int(draw.integers(len(NUMBERS)))]
     number = str(int(draw.integers(10 ** (digits - 1), 10**digits)))
-    news = (sign, number) if draw.random() < NUMBERED else (sign,)
+    news = ("code", number) if draw.random() < NUMBERED else ("code",)
     for at, new in zip(order.tolist(), news, strict=False):
         parts[at] = new.capitalize() if parts[at][0].isupper() else new
     return "".join(parts)

@@ -183,8 +183,8 @@ class StoryData:
     loose: float = 0.1
     """Part of the words around a subject that are any words too, in training, up to a half."""
     decoys: float = 0.0
-    """For every fact of a row, in training, so many sentences of the books with a word of facts in
-    them, which tell nothing."""
+    """For every fact of a row, in training, so many sentences of the books with "code" in them,
+    which tell nothing."""
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
