@@ -89,9 +89,10 @@ class Demo:
 
     def _reader(self, folder: Path) -> Reader:
         from atlas_lm.ask import Task
-        from atlas_lm.cli.model import open_model
+        from atlas_lm.cli.model import model_folder, open_model
         from atlas_lm.demo.show import Reader
 
+        folder = model_folder(folder)
         task = Task.load(folder)
         model, tokenizer = open_model(folder, self.device)
         return Reader(folder.absolute().name, model, tokenizer, task)

@@ -18,6 +18,9 @@ from atlas_lm.whole_files import write_whole
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREFIX = "model."
 """What Hugging Face puts before the names of the weights."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {str(d).removeprefix("torch."): d for d in FLOATS}
+"""What a model may be made of."""
 
 
 def save_model(
@@ -47,7 +50,7 @@ def load_model(folder: str | os.PathLike) -> LanguageModel:
     folder = Path(folder)
     config, dtype = _read_config(folder)
     weights = _read_weights(folder / WEIGHTS)
-    if len({t.dtype for t in weights.values()}) == 1:
+    if dtype is not None and len({t.dtype for t in weights.values()}) == 1:
         weights = {n: t.to(dtype) for n, t in weights.items()}
     with torch.device("meta"):
         model = LanguageModel(config)
@@ -84,7 +87,7 @@ def _read_config(folder: Path) -> tuple[ModelConfig, torch.dtype | None]:
     if not isinstance(said, dict) or said.get("model_type") != "atlas_lm":
         kind = said.get("model_type") if isinstance(said, dict) else type(said).__name__
         raise ValueError(f"{path}: model_type is {kind!r}, expected 'atlas_lm'")
-    dtype = getattr(torch, str(said.get("dtype")), None)
+    dtype = DTYPES.get(str(said.get("dtype")))
     try:
         return ModelConfig.from_dict(said["model"]), dtype
     except (KeyError, TypeError, AttributeError, ValueError) as error:
