@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, log
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -174,12 +175,14 @@ class Retention:
 
 @contextmanager
 def watch_retention(model: nn.Module) -> Iterator[Retention]:
-    """Add up retention while the model reads: `with watch_retention(model) as kept: ...`."""
+    """Add up retention while the model reads: `with watch_retention(model) as kept: ...`; not what
+    other threads ask its layers meanwhile."""
     layers = [part for part in model.modules() if isinstance(part, GateMaps)]
-    watched = Retention(list(layers))
+    watched, reader = Retention(list(layers)), get_ident()
 
     def hook(layer: nn.Module, _inputs, gates: Gates) -> None:
-        watched.add(layer, gates)
+        if get_ident() == reader:
+            watched.add(layer, gates)
 
     hooks = [layer.register_forward_hook(hook) for layer in layers]
     try:

@@ -34,7 +34,7 @@ from atlas_lm.demo.facts import Fact
 from atlas_lm.demo.page import write_page
 from atlas_lm.demo.show import MEMORY, SEGMENT, Answered, Reader, Setup, Shown, Watcher, run
 from atlas_lm.demo.talk import HELP, Talk
-from atlas_lm.demo.writes import Strong, Writes
+from atlas_lm.demo.writes import Strong, Writes, lasting_memories
 from atlas_lm.generate import read
 from atlas_lm.memory import load_memory
 from atlas_lm.reading import Step, read_file
@@ -277,6 +277,27 @@ def test_strengths_are_the_largest_writes_of_the_trace(rule, book, tmp_path):
     taken_up = Writes(model, bounds, lambda *_: None, writes.peaks)
     assert np.array_equal(taken_up.strengths, writes.strengths)
     assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_memories_that_fade_by_themselves_are_not_watched():
+    fading = replace(DELTA, retention="fixed")
+    model, alike = made(0, rule=(fading, DELTA)), made(0, rule=fading)
+    assert lasting_memories(model) == [model.blocks[1].mixer]
+    assert lasting_memories(alike) == [block.mixer for block in alike.blocks]
+
+
+def test_closed_gates_write_nothing(tmp_path, monkeypatch):
+    """Nor is it computed how much."""
+    model = made(0)
+    for block in model.blocks:
+        torch.nn.init.constant_(block.mixer.gates.up.bias, -9.0)
+    monkeypatch.setattr("atlas_lm.demo.writes.trace_layer", None)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:600], "utf-8")
+    writes = Writes(model, np.array([0, 100, 600]), lambda *_: None)
+    with writes.watching():
+        read_file(model, BYTES, text, tmp_path / "m", segment=300, progress=lambda _: writes.seen())
+    assert np.array_equal(writes.peaks, np.zeros((2, 2)))
 
 
 def test_strong_is_what_few_are():

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,12 @@ def test_they_are_small_and_of_one_size(readers):
         assert (folder / "model.safetensors").stat().st_size <= 6e6
         assert 2e6 <= reader.parameters <= 3e6
         assert {p.dtype for p in reader.model.parameters()} == {torch.float32}  # while it reads
+
+
+def test_it_is_there_before_pytorch_would_have_loaded_its_compiler():
+    code = "import sys; from atlas_lm import load_model; from atlas_lm.demo import MODEL; "
+    code += "load_model(MODEL); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_it_answers_from_a_memory_of_less_than_a_megabyte(shown):

@@ -138,6 +138,22 @@ def test_convolution_is_the_sum_it_says():
     assert torch.equal(tail, x[:, 3:])
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_one_call_the_convolution_is_the_same(autocast, monkeypatch):
+    conv = ShortConv(6, 4).float()
+    torch.nn.init.normal_(conv.weight)
+    x, tail = torch.randn(3, 40, 6).float().requires_grad_(), torch.randn(3, 3, 6).float()
+    found = []
+    for few in (0, 10**9):
+        monkeypatch.setattr("atlas_lm.nn.conv.FEW", few)
+        with torch.autocast("cpu", enabled=autocast):
+            y, after = conv(x, tail, None)
+        grads = torch.autograd.grad(y.square().sum(), (x, conv.weight))
+        found.append({"y": y, "tail": after, "x": grads[0], "weight": grads[1]})
+    for name, expected in found[1].items():
+        torch.testing.assert_close(found[0][name], expected, rtol=1e-5, atol=1e-4)
+
+
 def test_nothing_to_pack_costs_nothing():
     assert Packing.of(None, None) is None
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
-from atlas_lm import RULES, Gates, Rule, init_memory, memorize, recall
+from atlas_lm import RULES, Gates, MemoryState, Rule, init_memory, memorize, recall
 from atlas_lm.ops.features import polynomial
-from atlas_lm.testing import assert_close, example
+from atlas_lm.testing import Example, assert_close, example
 
 
 def close(found, expected, tolerance=1e-10):
@@ -65,6 +65,56 @@ def test_gated_delta_net_is_the_gated_delta_rule_of_fla(impl):
         made.q, made.k, made.v, made.gates.rate, made.gates.retention.log(), scale=1.0
     )
     close(made.run(impl)[0], expected)
+
+
+@pytest.mark.parametrize("features", ["identity", "polynomial"])
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])
+def test_closed_gates_leave_a_read(name, features):
+    """Without a graph nothing is solved for where no gate is open; gradients are as ever."""
+    made = example(replace(RULES[name], features=features), 70)
+    _, state = made.run()
+    ones, zeros = (f(made.gates.rate) for f in (torch.ones_like, torch.zeros_like))
+    closed = replace(made, gates=made.gates._replace(retention=ones, rate=zeros))
+    expected = closed.results("reference", state)
+    with mock.patch("atlas_lm.ops.delta.cut_into_pieces", side_effect=AssertionError):
+        assert_close(closed.results("chunked", state), expected, "closed")
+    assert_close(results_of_halves(closed, state), expected, "closed, and cut")
+    for gate in ("rate", "retention"):
+        opened = getattr(closed.gates, gate).clone()
+        opened[1, 40, 0] = 0.5
+        open_once = replace(closed, gates=closed.gates._replace(**{gate: opened}))
+        found, wanted = (open_once.results(impl, state) for impl in ("chunked", "reference"))
+        assert not torch.equal(wanted["weights.w"], expected["weights.w"])
+        assert_close(found, wanted, f"{gate} open once")
+    grads = []
+    for impl in ("chunked", "reference"):
+        rate = zeros.clone().requires_grad_()
+        learned = replace(closed, gates=closed.gates._replace(rate=rate))
+        grads.append(torch.autograd.grad(learned.run(impl, state)[0].square().sum(), rate)[0])
+    assert grads[1].any()
+    assert_close({"rate": grads[0]}, {"rate": grads[1]}, "gradients of closed gates")
+
+
+def results_of_halves(made: Example, state: MemoryState) -> dict[str, torch.Tensor]:
+    first, state = made.cut(0, 33).run("chunked", state)
+    second = made.cut(33, made.tokens).results("chunked", state)
+    return second | {"y": torch.cat([first, second["y"]], 1)}
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("name", ["gated_delta_net", "titans", "linear_attention"])
+def test_what_fades_comes_to_an_end(name, tokens):
+    """Rounding would keep the smallest numbers for ever, which are slow to compute with."""
+    made = example(replace(RULES[name], chunk=1 if name == "gated_delta_net" else 2), tokens)
+    single = {n: x.float() for n, x in made.inputs().items()}
+    gates = {"gates.retention": torch.full_like(single["gates.retention"], 0.8)}
+    gates["gates.rate"] = torch.zeros_like(single["gates.rate"])
+    made, state = made.with_inputs(single | gates), None
+    for _ in range(500):
+        _, state = made.run("chunked", state)
+    assert state is not None
+    for part in (state.weights, state.anchor, state.momentum):
+        assert not any(w.any() for w in part.values())
 
 
 def test_small_retention_loses_no_digits():

@@ -270,7 +270,9 @@ def test_rows_can_be_taken_repeated_stacked_and_reset():
 def test_a_model_is_a_folder(tmp_path):
     model, x = model_of((SMALL["titans"], "swa"), tied=True), tokens()
     save_model(model, tmp_path / "model")
+    drawn = torch.get_rng_state()
     loaded = load_model(tmp_path / "model")
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert loaded.config == model.config
     assert fingerprint_of(loaded) == fingerprint_of(model)
     assert torch.equal(loaded(x)[0], model(x)[0])

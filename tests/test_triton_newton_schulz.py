@@ -78,7 +78,8 @@ def test_what_is_too_large_or_in_float64_takes_batched_products():
     assert on_chip(128, 128)
     assert_same_as_plain(normal(2, 4, 257))
     double = normal(3, 5, dtype=torch.float64)
-    assert torch.equal(fused.newton_schulz(double), plain(double))
+    # batched products of some machines round otherwise than single ones
+    torch.testing.assert_close(fused.newton_schulz(double), plain(double), rtol=0, atol=1e-14)
     half = normal(2, 4, 257).bfloat16()
     found = fused.newton_schulz(half)
     assert found.dtype == torch.bfloat16

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
@@ -467,8 +468,10 @@ def _python_docstrings() -> Source:
     return Source(sum(path.stat().st_size for path in files), documents)
 
 
+@cache
 def _docstrings(path: Path, module: str) -> str:
-    """Of the module and all that is in it, each under its name, in the order of the code."""
+    """Of the module and all that is in it, each under its name, in the order of the code. All of
+    them are 2 MB, and to parse them again takes seconds."""
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")

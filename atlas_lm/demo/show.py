@@ -22,7 +22,13 @@ from atlas_lm.ask import Task
 from atlas_lm.demo.asking import answers, read_end
 from atlas_lm.demo.book import PAGE, Book, Pieces, grep, hide, sentence_at, token_bounds
 from atlas_lm.demo.facts import Asked, Story, demo_story
-from atlas_lm.demo.writes import Strong, Writes, half_of_the_cores, process_bytes
+from atlas_lm.demo.writes import (
+    Strong,
+    Writes,
+    half_of_the_cores,
+    lasting_memories,
+    process_bytes,
+)
 from atlas_lm.eval.score import Share
 from atlas_lm.memory import Memory, load_about
 from atlas_lm.models import LanguageModel, fingerprint_of
@@ -302,7 +308,8 @@ class _Reading:
             found = np.load(seen, allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
-        fits = found.shape[1:] == (self.book.sentences,) and found.dtype == np.float32
+        layers = len(lasting_memories(self.setup.reader.model))
+        fits = found.shape == (layers, self.book.sentences) and found.dtype == np.float32
         return found if fits else None
 
     def _is_same(self, part: Path) -> bool:

@@ -1,7 +1,7 @@
 """How strongly a memory writes at every sentence, watched while it reads.
 
 Half of the processor's cores read. The others compute what was written, of the segment before:
-that costs as much as reading.
+where gates are open, that costs as much as reading.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ FEW = 100
 """Sentences; before so many are known, nobody can say which is strong."""
 
 
+def lasting_memories(model: LanguageModel) -> list[MemoryLayer]:
+    """The memories whose writes tell something: those that fade by themselves write all the time.
+    All of them, where there are no others."""
+    layers = [part for part in model.modules() if isinstance(part, MemoryLayer)]
+    return [layer for layer in layers if layer.rule.retention != "fixed"] or layers
+
+
 class Writes:
-    """The largest write of every sentence in every layer, float32 `[layers sentences]`.
+    """The largest write of every sentence in every lasting memory, float32 `[layers sentences]`.
 
     `seen` is called between two segments, wherever the reading was taken up.
     """
@@ -39,7 +46,7 @@ class Writes:
         finished: Callable[[int, float], None],
         peaks: np.ndarray | None = None,
     ):
-        self._layers = [part for part in model.modules() if isinstance(part, MemoryLayer)]
+        self._layers = lasting_memories(model)
         fresh = np.full((len(self._layers), len(bounds) - 1), UNKNOWN, np.float32)
         self.peaks = fresh if peaks is None else peaks.copy()
         known = self.peaks[:, self.peaks[0] >= 0]
@@ -118,10 +125,16 @@ def _traced(calls: dict[MemoryLayer, list[tuple]]) -> tuple[int, np.ndarray]:
     first = next(iter(calls.values()))[0]
     start = int(first[1].memory.position[0])
     layers = [
-        torch.cat([trace_layer(layer, *args).write[0] for args in made], -1)
-        for layer, made in calls.items()
+        torch.cat([_written(layer, *args) for args in made], -1) for layer, made in calls.items()
     ]
     return start, torch.stack(layers).cpu().numpy()
+
+
+def _written(layer: MemoryLayer, x: torch.Tensor, *rest) -> torch.Tensor:
+    """The write of every token of one call. Gates cost little, and closed ones write nothing."""
+    if layer.rule.optimizer == "gd" and layer.gates(x, layer.coefficients).closed:
+        return torch.zeros(x.shape[1], device=x.device)
+    return trace_layer(layer, x, *rest).write[0]
 
 
 @contextmanager

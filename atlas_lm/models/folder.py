@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.lm import LanguageModel
@@ -52,7 +54,7 @@ def load_model(folder: str | os.PathLike) -> LanguageModel:
     weights = _read_weights(folder / WEIGHTS)
     if dtype is not None and len({t.dtype for t in weights.values()}) == 1:
         weights = {n: t.to(dtype) for n, t in weights.items()}
-    with torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), _Undrawn():
         model = LanguageModel(config)
     expected = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     found = {n: tuple(t.shape) for n, t in weights.items()}
@@ -65,6 +67,17 @@ def load_model(folder: str | os.PathLike) -> LanguageModel:
         )
     model.load_state_dict(weights, assign=True)
     return model.eval()
+
+
+class _Undrawn(TorchFunctionMode):
+    """Initial weights are not drawn, and take no memory, since others will stand in their place. On
+    the device "meta", which is made for that, PyTorch loads its compiler first, for seconds."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def fingerprint_of(model: LanguageModel) -> str:

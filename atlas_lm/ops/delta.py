@@ -11,7 +11,7 @@ alpha_t W_{t-1}, and t-1 becomes t. No decay is ever divided by.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from atlas_lm.ops.features import features_of, kernel_of
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces
 from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, plan_groups, prepare, run
 from atlas_lm.ops.state import MemoryState, Tokens
+from atlas_lm.ops.step import looking_is_free
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Product, Values, Weights
 
@@ -40,6 +41,8 @@ def memorize_delta(
     tokens: Tokens, outer: Outer, state: MemoryState, product: Product, closed: bool
 ) -> tuple[Values, MemoryState]:
     rule = state.rule
+    if stands_still(tokens):
+        return _read(tokens, outer, state, product)
     pieces = cut_into_pieces(
         state.position, tokens.q.shape[1], tokens.mask, tokens.reset, TILE, rule.window
     )
@@ -48,6 +51,23 @@ def memorize_delta(
     y, weights = run(_Delta(rule, pieces, product), inputs, state.weights, outer, groups, closed)
     state = finish(pieces, state, tokens, weights=weights, anchor=dict(weights))
     return pieces.join(y), state
+
+
+def stands_still(tokens: Tokens) -> bool:
+    """Whether the memory stays as it is, as far as the host can tell without waiting. Where there
+    is a graph, gates have gradients although they are closed."""
+    if torch.is_grad_enabled() or not looking_is_free(tokens.q.device):
+        return False
+    return tokens.mask is None and tokens.reset is None and tokens.gates.closed
+
+
+def _read(
+    tokens: Tokens, outer: Outer, state: MemoryState, product: Product
+) -> tuple[Values, MemoryState]:
+    """Every query at the one memory there is."""
+    x = tokens.q.transpose(1, 2)
+    y = product(features_of(state.rule, outer.coefficients)(x), state.weights["w"].mT)
+    return y.transpose(1, 2), replace(state, position=state.position + tokens.q.shape[1])
 
 
 @dataclass(frozen=True)

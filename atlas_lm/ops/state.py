@@ -36,6 +36,12 @@ class Gates(NamedTuple):
         """The gates with a function applied to each there is."""
         return Gates(*(g if g is None else function(g) for g in self))  # pyright: ignore[reportArgumentType]
 
+    @property
+    def closed(self) -> bool:
+        """Nothing is written or forgotten at any token: gradient descent leaves a memory as it is.
+        Looks at values, for which a GPU would have to be waited for."""
+        return not self.rate.any() and bool((self.retention == 1).all())
+
 
 class Tokens(NamedTuple):
     """What comes in to be read and written, as `memorize` takes it."""
@@ -114,6 +120,20 @@ class MemoryState(Carried):
         )
         new.require(self.rule, self.row_shapes(), "MemoryState.reset to these weights")
         return Carried.choose(flags, new, self)
+
+    def without_subnormals(self) -> MemoryState:
+        """Zeros where so little is left of what fades that a processor has no normal number for it.
+        Sums of such numbers take it ten times as long, and rounding keeps them for ever."""
+        made: dict[int, Tensor] = {}  # an anchor may be the weights themselves
+
+        def cleared(part: dict[str, Tensor]) -> dict[str, Tensor]:
+            for w in part.values():
+                if id(w) not in made:
+                    made[id(w)] = w.masked_fill(w.abs() < torch.finfo(w.dtype).tiny, 0.0)
+            return {n: made[id(w)] for n, w in part.items()}
+
+        weights, anchor, momentum = map(cleared, (self.weights, self.anchor, self.momentum))
+        return replace(self, weights=weights, anchor=anchor, momentum=momentum)
 
     def recollection(self) -> Recollection:
         """The memory as it is now, to read from later."""
