@@ -6,8 +6,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from time import sleep
 from typing import Any
@@ -310,19 +311,30 @@ def pattern(form: str, kind: str) -> str:
     return re.escape(form).replace(r"\{subject\}", subject).replace(r"\{value\}", value)
 
 
-def occurring(forms: Sequence[str], text: str) -> list[str]:
-    """Those whose own words the text has, of some thousand."""
-    return [form for form in forms if all(said in text for said in re.split(r"{\w+}", form))]
+@cache
+def by_words(part: Part, kind: str, told: bool) -> dict[str, list[tuple[str, list[str]]]]:
+    """Forms, with their own words, by the longest run of these, which many forms share."""
+    found: dict[str, list[tuple[str, list[str]]]] = {}
+    for form in (FACTS if told else QUESTIONS)[part][kind]:
+        own = re.split(r"{\w+}", form)
+        found.setdefault(max(own, key=len), []).append((form, own))
+    return found
+
+
+def occurring(part: Part, kind: str, told: bool, text: str) -> list[str]:
+    """Those whose own words the text has, of some ten thousand."""
+    forms = (f for words, f in by_words(part, kind, told).items() if words in text)
+    return [form for some in forms for form, own in some if all(said in text for said in own)]
 
 
 def events(text: str, part: Part) -> list[tuple[int, str, str, str]]:
     """(place, told or asked, subject, value or answer) in the order of the text."""
     found = {}
     for kind in ("code", "place"):
-        for form in occurring(FACTS[part][kind], text):
+        for form in occurring(part, kind, True, text):
             for m in re.finditer(" " + pattern(form, kind), text):
                 found[m.start(), m.end()] = (m.start(), "told", m["subject"], m["value"])
-        for form in occurring(QUESTIONS[part][kind], text):
+        for form in occurring(part, kind, False, text):
             asked = rf"\nQuestion: {pattern(form, kind)} (?P<answer>[^.]*)\."
             for m in re.finditer(asked, text):
                 found[m.start(), m.end()] = (m.start(), "asked", m["subject"], m["answer"])

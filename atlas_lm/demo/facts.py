@@ -166,26 +166,32 @@ def question(
 def parse(sentence: str) -> Fact | None:
     """What somebody's own sentence says, in any words, if it has one of the forms we know."""
     said = " ".join(sentence.split()).rstrip(".!") + "."
-    for kind, form in _patterns():
-        found = form.fullmatch(said)
+    lower = said.lower()
+    for kind, form, own in _forms():
+        if not all(words in lower for words in own):  # to compile all patterns takes seconds
+            continue
+        found = _pattern(kind, form).fullmatch(said)
         if found and found["subject"][-1] not in ",;:":
             return Fact(kind, found["subject"], found["value"], said)
     return None
 
 
 @cache
-def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Those with the most words of their own first: others would take them for a subject."""
+def _forms() -> tuple[tuple[str, str, list[str]], ...]:
+    """Kinds, forms and the words of these, those with the most words of their own first: others
+    would take them for a subject."""
+    found = [(kind, form) for kind in TOLD for form in (*TOLD[kind][1], *FACTS["test"][kind])]
+    found.sort(key=lambda item: -len(item[1]))
+    return tuple((kind, form, re.split(r"{\w+}", form.lower())) for kind, form in found)
+
+
+@cache
+def _pattern(kind: str, form: str) -> re.Pattern[str]:
     values = {"code": r"(?P<value>\d{4})", "place": r"(?P<value>[^.?!,]+)"}
-    found = []
-    for kind, (openings, cores) in TOLD.items():
-        before = "|".join(map(re.escape, openings))
-        for form in (*cores, *FACTS["test"][kind]):
-            text = re.escape(form).replace(r"\{subject\}", r"(?P<subject>[^.?!]+?)")
-            text = f"(?:(?:{before}) )?{text}".replace(r"\{value\}", values[kind])
-            found.append((len(form), kind, re.compile(text, re.IGNORECASE)))
-    found.sort(key=lambda item: -item[0])
-    return tuple((kind, form) for _, kind, form in found)
+    before = "|".join(map(re.escape, TOLD[kind][0]))
+    text = re.escape(form).replace(r"\{subject\}", r"(?P<subject>[^.?!]+?)")
+    text = f"(?:(?:{before}) )?{text}".replace(r"\{value\}", values[kind])
+    return re.compile(text, re.IGNORECASE)
 
 
 # What is told
