@@ -25,10 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from atlas_lm import RULES
-from atlas_lm.cuda_graph import recording, warm_up
 from atlas_lm.ops.chunked import Mixing
 from atlas_lm.ops.gradients import pair_gradients
-from atlas_lm.ops.host import kept_on_device
 from atlas_lm.ops.networks import Frozen, Lin, fast_at_first, network_of, slow_of
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.segments import Inputs
@@ -262,24 +260,7 @@ def call_of(rung: Rung, made: Example, backward: bool = True) -> Callable[[], Re
         return {"y": y.detach()} | {f"grad.{n}": g for n, g in zip(tracked, grads, strict=True)}
 
     call = forward_backward if backward and rung.backward else forward
-    return Recorded(call) if rung.recorded else call
-
-
-class Recorded:
-    """A call as a CUDA graph: its results are always in the same tensors."""
-
-    def __init__(self, call: Callable[[], Results]):
-        self.call, self.graph = call, torch.cuda.CUDAGraph()
-        self.kept: dict = {}
-        """What the graph reads besides."""
-        with kept_on_device(self.kept):
-            warm_up(call)
-            with recording(self.graph):
-                self.results = call()
-
-    def __call__(self) -> Results:
-        self.graph.replay()
-        return self.results
+    return gpu.Recorded(call) if rung.recorded else call
 
 
 def compared(rungs: list[Rung], made: Example) -> list[dict]:

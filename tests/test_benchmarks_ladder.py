@@ -104,8 +104,8 @@ def like_a_gpu(tiny, kernel_device, monkeypatch):
     monkeypatch.setattr(gpu, "require_cuda", lambda: None)
     monkeypatch.setattr(gpu, "cost", lambda call, clear, repeats, warm_ups: gpu.Cost(2.0, 0.5))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(ladder, "warm_up", lambda call: None)
-    monkeypatch.setattr(ladder, "recording", lambda graph: nullcontext())
+    monkeypatch.setattr(gpu, "warm_up", lambda call: None)
+    monkeypatch.setattr(gpu, "recording", lambda graph: nullcontext())
     monkeypatch.setattr(ladder, "inputs", lambda shape, device: ladder.cut(tiny, 1, 9))
 
 

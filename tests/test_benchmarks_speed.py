@@ -34,6 +34,7 @@ def on_cpu(monkeypatch):
         return gpu.Cost(ms=2.0, gib=0.5)
 
     monkeypatch.setattr(gpu, "cost", cost)
+    monkeypatch.setattr(gpu, "Recorded", lambda call: call)
 
 
 def run(monkeypatch, *arguments):
@@ -114,6 +115,7 @@ def test_layers_and_lengths_are_reported(on_cpu, monkeypatch, tmp_path, capsys):
     expected = 3 * speed.flops(speed.ROWS["delta_net"]) * 140 / 0.002 / 790e12
     assert rows["delta_net"]["share_of_peak"] == pytest.approx(expected)
     assert rows["gla"]["skipped"]  # not installed, or no GPU
+    assert {n for n, row in rows.items() if row.get("replayed_ms") == 2.0} == set(list(rows)[:2])
     assert [(r["layer"], r["tokens"]) for r in report["lengths"]][-2:] == [
         ("attention", 64),
         ("attention", 128),
@@ -121,6 +123,17 @@ def test_layers_and_lengths_are_reported(on_cpu, monkeypatch, tmp_path, capsys):
     assert report["lengths"][0]["forward_us_a_token"] == pytest.approx(2000 / 64)
     assert {"gpu", "torch", "triton", "date", "command", "commit"} <= report["machine"].keys()
     assert "delta_net" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [1.02, float("nan")])
+def test_a_graph_with_other_numbers_gets_no_speed(on_cpu, monkeypatch, wrong):
+    def recorded(call):
+        return lambda: [*call()[:-1], call()[-1] * wrong]
+
+    monkeypatch.setattr(gpu, "Recorded", recorded)
+    make = partial(speed.layer_of, speed.ROWS["delta_net"], "chunked")
+    found = speed.replayed(make, 1, 9, quick=True, deadline=gpu.Deadline(None))
+    assert found == {"not_replayed": f"off by {0.02 if wrong == wrong else wrong:.2g}"}
 
 
 def test_a_wrong_rule_gets_no_speed_and_exit_code_1(on_cpu, monkeypatch, tmp_path, capsys):
