@@ -221,7 +221,7 @@ def test_every_sentence_is_understood(part):
     """All of them alone, and some after every opening."""
     for kind, value in (("code", "0042"), ("place", "hen house")):
         alone = len(TOLD[kind][1])
-        forms = [*FACTS[part][kind][:alone], *FACTS[part][kind][alone::29]]
+        forms = [*FACTS[part][kind][:alone], *FACTS[part][kind][alone::97]]
         for form, subject in product(forms, ("Ann Lee", "red zeppelin")):
             text = form.format(subject=subject, value=value)
             assert parse(text) == Fact(kind, subject, value, text)

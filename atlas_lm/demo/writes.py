@@ -132,9 +132,14 @@ def _traced(calls: dict[MemoryLayer, list[tuple]]) -> tuple[int, np.ndarray]:
 
 def _written(layer: MemoryLayer, x: torch.Tensor, *rest) -> torch.Tensor:
     """The write of every token of one call. Gates cost little, and closed ones write nothing."""
-    if layer.rule.optimizer == "gd" and layer.gates(x, layer.coefficients).closed:
+    if layer.rule.optimizer != "gd":
+        return trace_layer(layer, x, *rest).write[0]
+    gates = layer.gates(x, layer.coefficients)
+    opened = ((gates.rate > 0) | (gates.retention < 1)).any(-1)[0]
+    if not opened.any():
         return torch.zeros(x.shape[1], device=x.device)
-    return trace_layer(layer, x, *rest).write[0]
+    # what is left where they are closed is rounding
+    return torch.where(opened, trace_layer(layer, x, *rest).write[0], 0.0)
 
 
 @contextmanager
