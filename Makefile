@@ -74,7 +74,7 @@ bench-gpu: $(READY_BENCH)  ## layers beside targets and peers on a CUDA GPU, and
 	@$(BIN)/python -m benchmarks.speed --lengths
 	@$(BIN)/python -m benchmarks.figures results/speed.json
 
-demo: $(CORE)  ## facts hidden in Python's manual, answered from a memory file, about a minute
+demo: $(CORE)  ## facts hidden in Python's manual, answered from a memory file, in a minute
 	@$(BIN)/atlas-lm demo
 
 readme-demo: $(CORE)  ## the same, as the README's opening

@@ -134,8 +134,7 @@ def _written(layer: MemoryLayer, x: torch.Tensor, *rest) -> torch.Tensor:
     """The write of every token of one call. Gates cost little, and closed ones write nothing."""
     if layer.rule.optimizer != "gd":
         return trace_layer(layer, x, *rest).write[0]
-    gates = layer.gates(x, layer.coefficients)
-    opened = ((gates.rate > 0) | (gates.retention < 1)).any(-1)[0]
+    opened = layer.gates(x, layer.coefficients).open.any(-1)[0]
     if not opened.any():
         return torch.zeros(x.shape[1], device=x.device)
     # what is left where they are closed is rounding

@@ -58,7 +58,7 @@ def stands_still(tokens: Tokens) -> bool:
     is a graph, gates have gradients although they are closed."""
     if torch.is_grad_enabled() or not looking_is_free(tokens.q.device):
         return False
-    return tokens.mask is None and tokens.reset is None and tokens.gates.closed
+    return tokens.mask is None and tokens.reset is None and not tokens.gates.open.any()
 
 
 def _read(

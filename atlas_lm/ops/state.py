@@ -37,10 +37,10 @@ class Gates(NamedTuple):
         return Gates(*(g if g is None else function(g) for g in self))  # pyright: ignore[reportArgumentType]
 
     @property
-    def closed(self) -> bool:
-        """Nothing is written or forgotten at any token: gradient descent leaves a memory as it is.
-        Looks at values, for which a GPU would have to be waited for."""
-        return not self.rate.any() and bool((self.retention == 1).all())
+    def open(self) -> Tensor:
+        """Where something is written or forgotten, `[b t h]`; elsewhere gradient descent leaves a
+        memory as it is."""
+        return (self.rate != 0) | (self.retention != 1)
 
 
 class Tokens(NamedTuple):
