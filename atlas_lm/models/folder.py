@@ -70,8 +70,8 @@ def load_model(folder: str | os.PathLike) -> LanguageModel:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Initial weights are not drawn, and take no memory, since others will stand in their place. On
-    the device "meta", which is made for that, PyTorch loads its compiler first, for seconds."""
+    """Initial weights are not drawn, since others will stand in their place. On the device "meta",
+    which is made for that, PyTorch loads its compiler first, for seconds."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
