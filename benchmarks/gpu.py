@@ -113,6 +113,11 @@ class Recorded:
         return self.results
 
 
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """By norm, relative; NaN where one is."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
 def machine() -> dict[str, object]:
     """What a measurement must say about where it comes from."""
     triton = None

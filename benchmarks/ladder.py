@@ -284,11 +284,7 @@ def compared(rungs: list[Rung], made: Example) -> list[dict]:
 def error_of(found: Results, expected: Results) -> dict:
     """The largest difference relative to the norm, and where it is."""
 
-    def error(name: str) -> float:
-        x = expected[name].double()
-        return float((found[name].double() - x).norm() / x.norm())
-
-    errors = {name: error(name) for name in found}
+    errors = {name: gpu.difference(x, expected[name]) for name, x in found.items()}
     # NaN is larger than anything
     worst = max(errors, key=lambda n: (errors[n] != errors[n], errors[n]))
     return {"compared": len(errors), "error": errors[worst], "error_at": worst}

@@ -271,7 +271,7 @@ def replayed(
         call = gradients(make(), batch, tokens)
         expected = [x.clone() for x in call()]
         graph = gpu.Recorded(call)
-        off = max(map(difference, graph(), expected), key=lambda e: (e != e, e))  # NaN is most
+        off = max(map(gpu.difference, graph(), expected), key=lambda e: (e != e, e))  # NaN is most
         if not off <= REPLAY_ERROR:
             return {"not_replayed": f"off by {off:.2g}"}
         taken = gpu.cost(graph, lambda: None, *((3, 2) if quick else (10, 4)))
@@ -294,11 +294,6 @@ def gradients(layer: nn.Module, batch: int, tokens: int) -> Callable[[], list[Te
         return [y.detach(), *torch.autograd.grad(y, inputs, pull.to(y.dtype))]
 
     return call
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    """By norm, relative; NaN where one is."""
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def forward(layer: nn.Module, x: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
