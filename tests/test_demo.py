@@ -11,6 +11,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
+from browser import seen_in_a_browser
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -529,6 +530,13 @@ def test_the_page_says_what_it_is_given_and_runs_none_of_it(shown, tmp_path):
     assert not any(tag == "script" for tag, _ in page.tags)
     assert sum(tag == "table" for tag, _ in page.tags) == 1
     assert page.rows[1][0] == evil
+
+
+@pytest.mark.parametrize("width", [1200, 480])
+def test_a_browser_draws_the_page_without_a_complaint(width, shown, tmp_path):
+    write_page(tmp_path / "p.html", shown)
+    expected = {"curves": 5, "over": 0, "figures": 0, "wide": 0, "console": []}
+    assert seen_in_a_browser(tmp_path / "p.html", width) == expected
 
 
 def test_dots_and_cells_are_as_bright_as_the_writes(shown, tmp_path):
