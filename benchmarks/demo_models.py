@@ -30,7 +30,7 @@ def named() -> dict[str, list[str]]:
     found = {"ours": list[str]()}
     for lines in re.findall(r"^ +(--model\.rule .*(?:\n {12}--.*)*)$", demo.__doc__ or "", re.M):
         words = lines.split()
-        found[words[1].split(",")[-1]] = words
+        found[words[1].split(",")[-1].split(":")[0]] = words
     return found
 
 

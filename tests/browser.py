@@ -1,5 +1,4 @@
-"""Pages in a real browser, where there is one: that of playwright, or Debian's chromium by it, or that
-of PyQt6."""
+"""Pages in a real browser, where there is one: playwright's own or Debian's, or that of PyQt6."""
 
 import json
 import subprocess

@@ -23,15 +23,17 @@ def demo() -> TrainConfig:
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
     where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. The
-    memory of a text is a file of 0.9 MB. What others of about that size are (up to 1 MB):
+    memory of a text is a file of 0.9 MB. What others of about that size are (up to 1 MB; gradients
+    of deep memories end after 1,024 tokens, beyond which they are noise):
 
         --model.rule gated_delta_net:retention=fixed,delta_net,delta_net,delta_net
         --model.rule gated_delta_net:retention=fixed,titans,titans,titans
-            --model.heads 4 --model.d-k 48 --model.d-v 48 --model.mlp 512 --batch 8 --steps 24000
-        --model.rule gated_delta_net:retention=fixed,atlas,atlas,atlas
-            --model.heads 6 --model.d-k 16 --model.d-v 32 --model.mlp 512 --batch 8 --steps 24000
-        --model.rule swa --model.heads 4 --model.mlp 512
-            --data.rows 1 --data.pauses 0 --steps 64000
+            --model.heads 4 --model.d-k 48 --model.d-v 48 --model.mlp 512 --data.rows 8
+            --data.lengths 256 512 1024 --batch 8 --steps 24000
+        --model.rule gated_delta_net:retention=fixed,atlas:stride=16,atlas:stride=16,atlas:stride=16
+            --model.heads 6 --model.d-k 16 --model.d-v 32 --model.mlp 512 --data.rows 8
+            --data.lengths 256 512 1024 --batch 8 --steps 24000
+        --model.rule swa --model.heads 4 --model.mlp 512 --data.rows 1 --data.pauses 0 --steps 64000
 
     The convolution reaches over a subject and on to its value. What a fact has to be found by is
     learned in short texts and many small steps; long texts and the price of writing come later.
