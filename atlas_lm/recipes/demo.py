@@ -22,9 +22,8 @@ def demo() -> TrainConfig:
 
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
-    where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. The
-    memory of a text is a file of 0.9 MB. What others of about that size are (up to 1 MB; gradients
-    of deep memories end after 1,024 tokens, beyond which they are noise):
+    where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. Others
+    whose memory is about a file of 0.9 MB (gradients of deep ones are noise after 1,024 tokens):
 
         --model.rule gated_delta_net:retention=fixed,delta_net,delta_net,delta_net
         --model.rule gated_delta_net:retention=fixed,titans,titans,titans
