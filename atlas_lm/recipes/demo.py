@@ -17,13 +17,12 @@ told, learn from it where that is: gates see one token, and what the blocks befo
 
 
 def demo() -> TrainConfig:
-    """3.0M parameters, 4,096 ids, 2 to 64 facts in 256 to 16,384 tokens and up to as many of plain
-    text before each 4,096; by bytes and in Python's own text where nothing is named:
+    """3.0M parameters, 2 to 64 facts in up to 16,384 tokens; in Python's own text, or in books:
 
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
-    where the file is one of `python -m atlas_lm.demo.tokenizer`, and `--graph` is for a GPU. Others
-    whose memory is about a file of 0.9 MB (gradients of deep ones are noise after 1,024 tokens):
+    FILE is one of `python -m atlas_lm.demo.tokenizer`; none: bytes. Others, whose memory is about as
+    large a file, 0.9 MB (gradients of deep ones end after 1,024 tokens, beyond which they are noise):
 
         --model.rule gated_delta_net:retention=fixed,delta_net,delta_net,delta_net
         --model.rule gated_delta_net:retention=fixed,titans,titans,titans
@@ -34,8 +33,8 @@ def demo() -> TrainConfig:
             --data.lengths 256 512 1024 --batch 8 --steps 24000
         --model.rule swa --model.heads 4 --model.mlp 512 --data.rows 1 --data.pauses 0 --steps 64000
 
-    The convolution reaches over a subject and on to its value. What a fact has to be found by is
-    learned in short texts and many small steps; long texts and the price of writing come later.
+    What a fact has to be found by is learned in short texts and many small steps; long texts and
+    the price of writing come later. The convolution reaches over a subject and on to its value.
     """
     return TrainConfig(
         model=ModelConfig(
