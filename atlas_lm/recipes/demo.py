@@ -21,8 +21,8 @@ def demo() -> TrainConfig:
 
         --data.books DIR --data.test-books DIR --data.tokenizer FILE --data.workers 12 --graph
 
-    FILE is one of `python -m atlas_lm.demo.tokenizer`; none: bytes. Others, whose memory is about as
-    large a file, 0.9 MB (gradients of deep ones end after 1,024 tokens, beyond which they are noise):
+    FILE is one of `python -m atlas_lm.demo.tokenizer`; none: bytes. Others whose memories are files
+    of about 0.9 MB (gradients of deep ones end after 1,024 tokens, beyond which they are noise):
 
         --model.rule gated_delta_net:retention=fixed,delta_net,delta_net,delta_net
         --model.rule gated_delta_net:retention=fixed,titans,titans,titans
