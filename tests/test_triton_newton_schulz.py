@@ -15,6 +15,15 @@ if not fused.INTERPRETED:
 SHAPES = [(16, 16), (16, 24), (20, 16), (5, 40)]
 
 
+@pytest.fixture(params=[16, 64], ids=lambda block: f"block {block}", autouse=True)
+def _block(request, monkeypatch):
+    """Long sides in one block, and in several."""
+    monkeypatch.setattr(fused, "BLOCK", request.param)
+    fused._constants.cache_clear()
+    yield
+    fused._constants.cache_clear()
+
+
 def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

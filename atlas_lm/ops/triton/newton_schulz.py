@@ -25,6 +25,8 @@ from atlas_lm.shapes import Product
 
 Schedule = tuple[tuple[float, float, float], ...]
 
+BLOCK = 64
+"""Columns of a matrix that are multiplied at once."""
 INTERPRETED = not isinstance(kernels.forward, triton.JITFunction)
 
 
@@ -67,7 +69,7 @@ def momentum_steps(momenta: Momenta, size: int, steps: int, coefficients: str, o
         launch(
             kernels.momentum_forward, (kept.numel(),), momenta.entering, short, long,
             momenta.share, kept, out, kept.shape[1],
-            warps=warps[0], SIZE=size, **sizes, **constants,
+            warps=warps, SIZE=size, **sizes, **constants,
         )  # fmt: skip
 
 
@@ -99,13 +101,13 @@ def momentum_steps_backward(
     short, long, sizes, constants, warps = _momenta(momenta, steps, coefficients)
     kept, u = momenta.kept, momenta.u
     if kept.numel():
-        programs = _programs(kept.numel(), u.device, warps[1])
+        programs = _programs(kept.numel(), u.device, warps)
         scratch = _scratch(programs, u, constants)
         launch(
             kernels.momentum_backward, (programs,), momenta.entering, short, long, momenta.share,
             kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
             out_grad_kept, scratch, kept.shape[1], kept.numel(),
-            warps=warps[1], SIZE=size, RELOAD=_reloads(constants), **sizes, **constants,
+            warps=warps, SIZE=size, **sizes, **constants,
         )  # fmt: skip
 
 
@@ -121,7 +123,7 @@ class _NewtonSchulz(torch.autograd.Function):
         if matrix.numel():
             with torch.cuda.device_of(matrix):
                 kernels.forward[(matrix.shape[0],)](
-                    matrix, out, **constants, num_warps=warps[0], num_stages=1
+                    matrix, out, **constants, num_warps=warps, num_stages=1
                 )
         return out
 
@@ -132,12 +134,12 @@ class _NewtonSchulz(torch.autograd.Function):
         grad_matrix = torch.empty_like(matrix)
         constants, warps = _constants(matrix.shape[1], matrix.shape[2], matrix.dtype, ctx.schedule)
         if matrix.numel():
-            programs = _programs(matrix.shape[0], matrix.device, warps[1])
+            programs = _programs(matrix.shape[0], matrix.device, warps)
             scratch = _scratch(programs, matrix, constants)
             with torch.cuda.device_of(matrix):
                 kernels.backward[(programs,)](
                     matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0],
-                    **constants, RELOAD=_reloads(constants), num_warps=warps[1], num_stages=1,
+                    **constants, num_warps=warps, num_stages=1,
                 )  # fmt: skip
         return grad_matrix, None
 
@@ -158,29 +160,32 @@ def _schedule(steps: int, coefficients: str) -> Schedule:
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 
-def _blocks(rows: int, columns: int) -> tuple[int, int]:
-    """Short and long side, padded."""
-    pad = [max(16, triton.next_power_of_2(n)) for n in (rows, columns)]
-    return min(pad), max(pad)
+def _blocks(rows: int, columns: int) -> tuple[int, int, int]:
+    """Rows of the short side and columns of a block, padded; blocks that the long side takes."""
+    short, long = (max(16, triton.next_power_of_2(f(rows, columns))) for f in (min, max))
+    width = min(long, max(short, BLOCK))
+    return short, width, triton.cdiv(max(rows, columns), width)
 
 
 @cache
 def _constants(rows: int, columns: int, dtype: torch.dtype, schedule: Schedule):
-    """What a kernel is compiled for, and its warps forward and backward."""
-    short, long = _blocks(rows, columns)
-    area = short * long
+    """What a kernel is compiled for, and its warps: four share 64 rows of a product, and of more
+    half would do again what the others do."""
+    short, width, blocks = _blocks(rows, columns)
+    area = short * width * blocks
     constants = {
         "SCHEDULE": schedule,
         "ROWS": min(rows, columns),
         "COLUMNS": max(rows, columns),
         "TALL": rows > columns,
         "BR": short,
-        "BC": long,
+        "BC": width,
+        "NB": blocks,
         "DOT": tl.float32 if dtype == torch.float32 else tl.bfloat16,
     }
     if area <= 32 * 64:
-        return constants, (1, 1)
-    return constants, (8 if short >= 128 else 4, 8 if area > 64 * 128 else 4)
+        return constants, 1
+    return constants, 8 if short >= 128 else 4
 
 
 def _momenta(momenta: Momenta, steps: int, coefficients: str):
@@ -199,31 +204,25 @@ def _pairs(pairs: int) -> dict[str, int]:
 
 @cache
 def _programs(count: int, device: torch.device, warps: int) -> int:
-    """As many as there is room for: each has its own scratch, which should stay in the cache."""
+    """As many as have room at once, by their registers, which are as many as there can be: each has
+    its own scratch, which should stay in the cache."""
     if device.type != "cuda":
         return min(count, 2)
-    return min(count, torch.cuda.get_device_properties(device).multi_processor_count * 16 // warps)
+    return min(count, torch.cuda.get_device_properties(device).multi_processor_count * 8 // warps)
 
 
 def _scratch(programs: int, like: Tensor, constants: dict) -> Tensor:
     dtype = torch.float32 if constants["DOT"] == tl.float32 else torch.bfloat16
-    size = (programs, len(constants["SCHEDULE"]), constants["BR"], constants["BC"])
+    size = programs, len(constants["SCHEDULE"]), *(constants[n] for n in ("NB", "BR", "BC"))
     return torch.empty(size, dtype=dtype, device=like.device)
-
-
-def _reloads(constants: dict) -> bool:
-    return constants["BR"] >= 128
 
 
 def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
     """A compilation ahead of time, in bfloat16, of the kernel `name` for one size of matrix."""
     schedule = _schedule(5, "muon")
     constants, warps = _constants(rows, columns, torch.bfloat16, schedule)
-    back = "backward" in name
     if pairs is not None:
         constants = constants | _pairs(pairs) | {"SIZE": rows * columns}
-    if back:
-        constants = constants | {"RELOAD": _reloads(constants)}
     fn = getattr(kernels, name)
     wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
     types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(
@@ -237,7 +236,7 @@ def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
         "fn": fn,
         "signature": signature,
         "constexprs": constants,
-        "num_warps": warps[back],
+        "num_warps": warps,
         "num_stages": 1,
     }
 
