@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
 from atlas_lm.ops.segments import Inputs, Outer, finish, prepare
 from atlas_lm.ops.state import MemoryState, Tokens
 from atlas_lm.ops.triton.additive import ADDITIVE
+from atlas_lm.ops.triton.launch import processors
 from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
 from atlas_lm.ops.triton.mixing import additive, stepping
 from atlas_lm.ops.triton.muon import MUON
@@ -73,13 +73,6 @@ def team_of(rule: Rule, weights: Weights, q: Tensor, d_v: int) -> int:
     if q.device.type != "cuda":
         return 1
     return team_for(weights["w2"].shape[-2], 32, memories, processors(q.device))
-
-
-@cache
-def processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def additive_of(inputs: Inputs) -> Mixed:

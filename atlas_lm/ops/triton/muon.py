@@ -31,7 +31,7 @@ from atlas_lm.ops.triton.reads import (
     Tables,
     Way,
     Written,
-    backward_warps,
+    backward_room,
     constants,
 )
 from atlas_lm.ops.triton.sizes import Sizes
@@ -241,7 +241,7 @@ class MuonBackward(Backward):
             *segment.factors[n], pushes, segment.mixed[n].push, dk, dv, d_push,
             self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
             *meeting, number, z, plan.sizes.heads,
-            warps=backward_warps(plan.sizes), **segment.constants,
+            **backward_room(plan), **segment.constants,
         )  # fmt: skip
 
     def _leave(self, part: slice, sums: Sums) -> None:

@@ -20,7 +20,7 @@ from atlas_lm.ops import newton_schulz as plain
 from atlas_lm.ops.kernels import on_chip
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.triton import newton_schulz_kernels as kernels
-from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.launch import launch, processors
 from atlas_lm.shapes import Product
 
 Schedule = tuple[tuple[float, float, float], ...]
@@ -208,7 +208,7 @@ def _programs(count: int, device: torch.device, warps: int) -> int:
     its own scratch, which should stay in the cache."""
     if device.type != "cuda":
         return min(count, 2)
-    return min(count, torch.cuda.get_device_properties(device).multi_processor_count * 8 // warps)
+    return min(count, processors(device) * 8 // warps)
 
 
 def _scratch(programs: int, like: Tensor, constants: dict) -> Tensor:
