@@ -101,13 +101,13 @@ def momentum_steps_backward(
     short, long, sizes, constants, warps = _momenta(momenta, steps, coefficients)
     kept, u = momenta.kept, momenta.u
     if kept.numel():
-        programs = _programs(kept.numel(), u.device, warps)
+        room, programs = _room(constants), _programs(kept.numel(), u.device, warps)
         scratch = _scratch(programs, u, constants)
         launch(
             kernels.momentum_backward, (programs,), momenta.entering, short, long, momenta.share,
             kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
             out_grad_kept, scratch, kept.shape[1], kept.numel(),
-            warps=warps, SIZE=size, **sizes, **constants,
+            warps=warps, SIZE=size, ROOM=room, **sizes, **constants,
         )  # fmt: skip
 
 
@@ -134,11 +134,12 @@ class _NewtonSchulz(torch.autograd.Function):
         grad_matrix = torch.empty_like(matrix)
         constants, warps = _constants(matrix.shape[1], matrix.shape[2], matrix.dtype, ctx.schedule)
         if matrix.numel():
+            room = _room(constants)
             programs = _programs(matrix.shape[0], matrix.device, warps)
             scratch = _scratch(programs, matrix, constants)
             with torch.cuda.device_of(matrix):
                 kernels.backward[(programs,)](
-                    matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0],
+                    matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0], ROOM=room,
                     **constants, num_warps=warps, num_stages=1,
                 )  # fmt: skip
         return grad_matrix, None
@@ -211,9 +212,15 @@ def _programs(count: int, device: torch.device, warps: int) -> int:
     return min(count, processors(device) * 8 // warps)
 
 
+def _room(constants: dict) -> int:
+    """Elements of scratch that an iterate takes, with its squares where they are kept."""
+    blocks, rows, columns = (constants[n] for n in ("NB", "BR", "BC"))
+    return blocks * rows * columns + (2 * rows * rows if blocks > 1 else 0)
+
+
 def _scratch(programs: int, like: Tensor, constants: dict) -> Tensor:
     dtype = torch.float32 if constants["DOT"] == tl.float32 else torch.bfloat16
-    size = programs, len(constants["SCHEDULE"]), *(constants[n] for n in ("NB", "BR", "BC"))
+    size = programs, len(constants["SCHEDULE"]), _room(constants)
     return torch.empty(size, dtype=dtype, device=like.device)
 
 
@@ -223,6 +230,8 @@ def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
     constants, warps = _constants(rows, columns, torch.bfloat16, schedule)
     if pairs is not None:
         constants = constants | _pairs(pairs) | {"SIZE": rows * columns}
+    if "backward" in name:
+        constants = constants | {"ROOM": _room(constants)}
     fn = getattr(kernels, name)
     wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
     types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(

@@ -84,10 +84,10 @@ def _plus(xs, ys, scale, NB: tl.constexpr):
 @triton.jit
 def _inner(xs, ys, NB: tl.constexpr):
     """The sum of all products, <X, Y>."""
-    total = tl.zeros((), tl.float32)
-    for n in tl.static_range(NB):
-        total += tl.sum(tl.sum(xs[n] * ys[n], 1), 0)
-    return total
+    products = xs[0] * ys[0]
+    for n in tl.static_range(1, NB):
+        products += xs[n] * ys[n]
+    return tl.sum(tl.sum(products, 1), 0)
 
 
 @triton.jit
@@ -112,12 +112,18 @@ def _abc(i, SCHEDULE: tl.constexpr):
 
 
 @triton.jit
-def _step(xs, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr, NB: tl.constexpr):
-    a, b, c = _abc(i, SCHEDULE)
+def _squares(xs, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr, NB: tl.constexpr):
+    """X X^T, rounded, and the matrix that a step multiplies X by, but for a."""
+    _, b, c = _abc(i, SCHEDULE)
     gram = dot(xs[0], tl.trans(xs[0].to(DOT)), DOT)
     for n in tl.static_range(1, NB):
         gram += dot(xs[n], tl.trans(xs[n].to(DOT)), DOT)
-    inner = (b * gram + c * dot(gram, gram, DOT)).to(DOT)
+    return gram.to(DOT), (b * gram + c * dot(gram, gram, DOT)).to(DOT)
+
+
+@triton.jit
+def _step(xs, inner, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr, NB: tl.constexpr):
+    a, _, _ = _abc(i, SCHEDULE)
     made = ()
     for n in tl.static_range(NB):
         made += (a * xs[n] + dot(inner, xs[n], DOT),)
@@ -125,10 +131,17 @@ def _step(xs, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr, NB: tl.constexpr):
 
 
 @triton.jit
-def _kept(scratch, i, block, BR: tl.constexpr, BC: tl.constexpr, NB: tl.constexpr):
+def _kept(scratch, i, block, ROOM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Where a block of iterate i is kept."""
-    at = scratch + (i * NB + block) * (BR * BC)
+    at = scratch + i * ROOM + block * (BR * BC)
     return at + tl.arange(0, BR)[:, None] * BC + tl.arange(0, BC)[None, :]
+
+
+@triton.jit
+def _square(scratch, i, WHICH: tl.constexpr, ROOM: tl.constexpr, BR: tl.constexpr):
+    """Where one of the two `_squares` of iterate i is kept, if they are."""
+    at = scratch + (i + 1) * ROOM - (2 - WHICH) * (BR * BR)
+    return at + tl.arange(0, BR)[:, None] * BR + tl.arange(0, BR)[None, :]
 
 
 @triton.jit
@@ -137,42 +150,45 @@ def _iterate(
     xs,
     SCHEDULE: tl.constexpr,
     DOT: tl.constexpr,
+    ROOM: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     NB: tl.constexpr,
 ):
     """The last iterate; those before it, rounded, go to `scratch`.
 
-    Kept in registers instead they spill: up to 70 KB a thread for 64 x 256.
+    Kept in registers instead they spill: up to 70 KB a thread for 64 x 256. The squares of several
+    blocks are kept too; of one they are made again in less time than they take there and back.
     """
     # the matrix before this one may still be read there
     tl.debug_barrier()
     for i in range(len(SCHEDULE)):
         for n in tl.static_range(NB):
-            tl.store(_kept(scratch, i, n, BR, BC, NB), xs[n].to(DOT))
-        xs = _step(xs, i, SCHEDULE, DOT, NB)
+            tl.store(_kept(scratch, i, n, ROOM, BR, BC), xs[n].to(DOT))
+        gram, inner = _squares(xs, i, SCHEDULE, DOT, NB)
+        if NB > 1:
+            tl.store(_square(scratch, i, 0, ROOM, BR), gram)
+            tl.store(_square(scratch, i, 1, ROOM, BR), inner)
+        xs = _step(xs, inner, i, SCHEDULE, DOT, NB)
     tl.debug_barrier()
     return xs
 
 
 @triton.jit
-def _gram(scratch, i, DOT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NB: tl.constexpr):
-    """X X^T of iterate i."""
-    gram = tl.zeros((BR, BR), tl.float32)
-    for n in tl.static_range(NB):
-        x = tl.load(_kept(scratch, i, n, BR, BC, NB))
-        gram += dot(x, tl.trans(x), DOT)
-    return gram
-
-
-@triton.jit
 def _outer(
-    scratch, grads, i, DOT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NB: tl.constexpr
+    scratch,
+    grads,
+    i,
+    DOT: tl.constexpr,
+    ROOM: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    NB: tl.constexpr,
 ):
     """dY X^T of iterate i, and its transpose added."""
     outer = tl.zeros((BR, BR), tl.float32)
     for n in tl.static_range(NB):
-        x = tl.load(_kept(scratch, i, n, BR, BC, NB))
+        x = tl.load(_kept(scratch, i, n, ROOM, BR, BC))
         outer += dot(grads[n], tl.trans(x), DOT)
     return outer + tl.trans(outer)
 
@@ -184,6 +200,7 @@ def _iterate_backward(
     scale,
     SCHEDULE: tl.constexpr,
     DOT: tl.constexpr,
+    ROOM: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     NB: tl.constexpr,
@@ -195,25 +212,29 @@ def _iterate_backward(
     for j in range(len(SCHEDULE)):
         i = len(SCHEDULE) - 1 - j
         a, b, c = _abc(i, SCHEDULE)
-        gram = _gram(scratch, i, DOT, BR, BC, NB)
-        inner = (b * gram + c * dot(gram, gram, DOT)).to(DOT)
+        if NB > 1:
+            gram = tl.load(_square(scratch, i, 0, ROOM, BR))
+            inner = tl.load(_square(scratch, i, 1, ROOM, BR))
+        else:
+            x = (tl.load(_kept(scratch, i, 0, ROOM, BR, BC)),)
+            gram, inner = _squares(x, i, SCHEDULE, DOT, NB)
         rounded, made = (), ()
         for n in tl.static_range(NB):
             rounded += (grads[n].to(DOT),)
             made += (a * grads[n] + dot(inner, rounded[n], DOT),)
         grads = made
         tl.debug_barrier()
-        outer = _outer(scratch, rounded, i, DOT, BR, BC, NB)
+        outer = _outer(scratch, rounded, i, DOT, ROOM, BR, BC, NB)
         mixed = dot(outer, gram, DOT)
         through = (b * outer + c * (mixed + tl.trans(mixed))).to(DOT)
         tl.debug_barrier()
         made = ()
         for n in tl.static_range(NB):
-            made += (grads[n] + dot(through, tl.load(_kept(scratch, i, n, BR, BC, NB)), DOT),)
+            made += (grads[n] + dot(through, tl.load(_kept(scratch, i, n, ROOM, BR, BC)), DOT),)
         grads = made
     start = ()
     for n in tl.static_range(NB):
-        start += (tl.load(_kept(scratch, 0, n, BR, BC, NB)).to(tl.float32),)
+        start += (tl.load(_kept(scratch, 0, n, ROOM, BR, BC)).to(tl.float32),)
     grads = _plus(grads, start, -_inner(grads, start, NB), NB)
     return _scaled(grads, scale, NB)
 
@@ -299,7 +320,8 @@ def forward(
     xs = _load(matrix + at, ROWS, COLUMNS, TALL, BR, BC, NB)
     xs = _scaled(xs, _inverse_norm(xs, NB), NB)
     for i in range(len(SCHEDULE)):
-        xs = _step(xs, i, SCHEDULE, DOT, NB)
+        _, inner = _squares(xs, i, SCHEDULE, DOT, NB)
+        xs = _step(xs, inner, i, SCHEDULE, DOT, NB)
     _store(out + at, xs, ROWS, COLUMNS, TALL, BR, BC, NB)
 
 
@@ -318,16 +340,17 @@ def backward(
     BC: tl.constexpr,
     NB: tl.constexpr,
     DOT: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """The gradient of `count` matrices, shared out among the programs."""
-    scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * BR * BC * NB)
+    scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * ROOM)
     for turn in range(tl.program_id(0), count, tl.num_programs(0)):
         at = tl.full((), turn, tl.int64) * (ROWS * COLUMNS)
         s = _load(matrix + at, ROWS, COLUMNS, TALL, BR, BC, NB)
         scale = _inverse_norm(s, NB)
-        _iterate(scratch, _scaled(s, scale, NB), SCHEDULE, DOT, BR, BC, NB)
+        _iterate(scratch, _scaled(s, scale, NB), SCHEDULE, DOT, ROOM, BR, BC, NB)
         grads = _load(grad_out + at, ROWS, COLUMNS, TALL, BR, BC, NB)
-        grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, BR, BC, NB)
+        grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, ROOM, BR, BC, NB)
         _store(grad_matrix + at, grads, ROWS, COLUMNS, TALL, BR, BC, NB)
 
 
@@ -363,7 +386,8 @@ def momentum_forward(
     )  # fmt: skip
     xs = _scaled(s, _inverse_norm(s, NB), NB)
     for i in range(len(SCHEDULE)):
-        xs = _step(xs, i, SCHEDULE, DOT, NB)
+        _, inner = _squares(xs, i, SCHEDULE, DOT, NB)
+        xs = _step(xs, inner, i, SCHEDULE, DOT, NB)
     _store(out + index.to(tl.int64) * SIZE, xs, ROWS, COLUMNS, TALL, BR, BC, NB)
 
 
@@ -394,13 +418,14 @@ def momentum_backward(
     BC: tl.constexpr,
     NB: tl.constexpr,
     DOT: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """Gradients of the momenta at `count` stride points, <grad_weights, NS(S)> and <dS, S> of each.
 
     The last is nearly 0, since steps do not depend on the length of a momentum: dS is not rounded.
     grad_momentum has room for one matrix more after the stride points of each memory.
     """
-    scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * BR * BC * NB)
+    scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * ROOM)
     for turn in range(tl.program_id(0), count, tl.num_programs(0)):
         index = tl.full((), turn, tl.int64)
         memory = index // points
@@ -409,12 +434,12 @@ def momentum_backward(
             PAIRS, TAIL, ROWS, COLUMNS, TALL, BR, BC, NB, DOT,
         )  # fmt: skip
         scale = _inverse_norm(s, NB)
-        step = _iterate(scratch, _scaled(s, scale, NB), SCHEDULE, DOT, BR, BC, NB)
+        step = _iterate(scratch, _scaled(s, scale, NB), SCHEDULE, DOT, ROOM, BR, BC, NB)
         of_weights = _load(grad_weights + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
         tl.store(grad_last + index, _inner(of_weights, step, NB))
         grads = _load(grad_out + index * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
         grads = _plus(grads, of_weights, tl.load(last + index), NB)
-        grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, BR, BC, NB)
+        grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, ROOM, BR, BC, NB)
         at = grad_momentum + (index + memory) * SIZE
         _store(at, grads, ROWS, COLUMNS, TALL, BR, BC, NB)
         entered = _load(entering + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
