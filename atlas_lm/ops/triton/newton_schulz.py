@@ -27,6 +27,8 @@ Schedule = tuple[tuple[float, float, float], ...]
 
 BLOCK = 64
 """Columns of a matrix that are multiplied at once."""
+REGISTERS = 2**16
+"""Of a processor."""
 INTERPRETED = not isinstance(kernels.forward, triton.JITFunction)
 
 
@@ -69,7 +71,7 @@ def momentum_steps(momenta: Momenta, size: int, steps: int, coefficients: str, o
         launch(
             kernels.momentum_forward, (kept.numel(),), momenta.entering, short, long,
             momenta.share, kept, out, kept.shape[1],
-            warps=warps, SIZE=size, **sizes, **constants,
+            warps=warps, registers=_registers(constants), SIZE=size, **sizes, **constants,
         )  # fmt: skip
 
 
@@ -101,13 +103,14 @@ def momentum_steps_backward(
     short, long, sizes, constants, warps = _momenta(momenta, steps, coefficients)
     kept, u = momenta.kept, momenta.u
     if kept.numel():
-        room, programs = _room(constants), _programs(kept.numel(), u.device, warps)
+        room, registers = _room(constants), _registers(constants)
+        programs = _programs(kept.numel(), u.device, warps, registers)
         scratch = _scratch(programs, u, constants)
         launch(
             kernels.momentum_backward, (programs,), momenta.entering, short, long, momenta.share,
             kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
             out_grad_kept, scratch, kept.shape[1], kept.numel(),
-            warps=warps, SIZE=size, ROOM=room, **sizes, **constants,
+            warps=warps, registers=registers, SIZE=size, ROOM=room, **sizes, **constants,
         )  # fmt: skip
 
 
@@ -134,13 +137,13 @@ class _NewtonSchulz(torch.autograd.Function):
         grad_matrix = torch.empty_like(matrix)
         constants, warps = _constants(matrix.shape[1], matrix.shape[2], matrix.dtype, ctx.schedule)
         if matrix.numel():
-            room = _room(constants)
-            programs = _programs(matrix.shape[0], matrix.device, warps)
+            room, registers = _room(constants), _registers(constants)
+            programs = _programs(matrix.shape[0], matrix.device, warps, registers)
             scratch = _scratch(programs, matrix, constants)
             with torch.cuda.device_of(matrix):
                 kernels.backward[(programs,)](
                     matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0], ROOM=room,
-                    **constants, num_warps=warps, num_stages=1,
+                    **constants, num_warps=warps, maxnreg=registers, num_stages=1,
                 )  # fmt: skip
         return grad_matrix, None
 
@@ -203,13 +206,19 @@ def _pairs(pairs: int) -> dict[str, int]:
     return {"PAIRS": pairs, "TAIL": max(16, triton.next_power_of_2(pairs % 64))}
 
 
+def _registers(constants: dict) -> int | None:
+    """The most a thread may have: one block of 64 rows needs little more than half of what there
+    is, so that four programs have room on a processor."""
+    return 128 if constants["BR"] == constants["BC"] == 64 and constants["NB"] == 1 else None
+
+
 @cache
-def _programs(count: int, device: torch.device, warps: int) -> int:
-    """As many as have room at once, by their registers, which are as many as there can be: each has
-    its own scratch, which should stay in the cache."""
+def _programs(count: int, device: torch.device, warps: int, registers: int | None) -> int:
+    """As many as have room at once, by their registers: each has its own scratch, which should stay
+    in the cache."""
     if device.type != "cuda":
         return min(count, 2)
-    return min(count, processors(device) * 8 // warps)
+    return min(count, processors(device) * (REGISTERS // (32 * warps * (registers or 255))))
 
 
 def _room(constants: dict) -> int:
@@ -230,6 +239,7 @@ def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
     constants, warps = _constants(rows, columns, torch.bfloat16, schedule)
     if pairs is not None:
         constants = constants | _pairs(pairs) | {"SIZE": rows * columns}
+    registers = _registers(constants) if name != "forward" else None
     if "backward" in name:
         constants = constants | {"ROOM": _room(constants)}
     fn = getattr(kernels, name)
@@ -247,6 +257,7 @@ def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
         "constexprs": constants,
         "num_warps": warps,
         "num_stages": 1,
+        "registers": registers,
     }
 
 
