@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,18 @@ def places(sizes: Sizes) -> list[int]:
     return [0, second, second + first][: 1 + sizes.network]
 
 
+@cache
+def same_size(sizes: Sizes) -> list[tuple[slice, tuple[int, ...]]]:
+    """Runs of matrices of one size, short side and long, and where each of them begins from the
+    first on: their steps are made by one launch."""
+    begins = places(sizes)
+    second, first = sorted((sizes.d_v, sizes.hidden)), sorted((sizes.hidden, sizes.pitch))
+    alike = [slice(0, len(begins))]
+    if len(begins) > 1 and second != first:
+        alike = [slice(0, 1), slice(1, len(begins))]
+    return [(run, tuple(at - begins[run.start] for at in begins[run])) for run in alike]
+
+
 def from_place(x: Tensor, sizes: Sizes) -> list[tuple[Tensor, ...]]:
     """Of every piece, x `[n ... size]` from the first element of each matrix on."""
     return list(zip(*(x[..., at:].unbind(0) for at in places(sizes)), strict=True))
@@ -80,11 +93,12 @@ class Segment:
         ]
         phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
         self.phi, self.mixed = phi.unbind(0), mixed.pieces(count)
+        self.groups = same_size(s)
         self.steps_to = from_place(self.all_terms, s)
         self.sources = self._sources(from_place(all_momenta[:-1], s), mixed)
 
     def _sources(self, entering: list[tuple[Tensor, ...]], mixed: Mixed) -> list[list[Momenta]]:
-        """Of each piece and matrix: what its momenta at the stride points are made of."""
+        """Of each piece, for matrices of one size at a time: what their momenta are made of."""
         m = self.plan.sizes.terms
         assert mixed.push is not None
         assert mixed.push_kept is not None
@@ -92,10 +106,14 @@ class Segment:
         kept = mixed.push_kept[:, :, :m].contiguous().unbind(0)
         made = []
         for n, (f, phi) in enumerate(zip(self.factors, self.phi, strict=True)):
-            deep = [(f.u1, f.h), (f.u2, phi), (f.u3, phi)]
-            pairs = [(f.u1, phi)] if self.plan.sizes.network == 0 else deep
-            parts = zip(entering[n], pairs, strict=False)
-            made.append([Momenta(s, u, x, shares[n], kept[n]) for s, (u, x) in parts])
+            deep = (f.u1, f.h), (f.u2, phi), (f.u3, phi)
+            pairs = ((f.u1, phi),) if self.plan.sizes.network == 0 else deep
+            made.append(
+                [
+                    Momenta(entering[n][group.start], pairs[group], begins, shares[n], kept[n])
+                    for group, begins in self.groups
+                ]
+            )
         return made
 
     def written(self) -> Written:
@@ -111,7 +129,8 @@ class Segment:
             t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
             **self.constants,
         )  # fmt: skip
-        for momenta, out in zip(self.sources[n], self.steps_to[n], strict=True):
+        for momenta, (group, _) in zip(self.sources[n], self.groups, strict=True):
+            out = self.steps_to[n][group.start]
             momentum_steps(momenta, s.size, plan.steps, plan.coefficients, out)
         blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
         launch(
@@ -201,9 +220,9 @@ class MuonBackward(Backward):
         meeting = Meeting.of(self.plan)
         for n in reversed(range(len(segment.k))):
             d_state, of_steps, of_carry, dk, d_push, dv = (x[n] for x in rest)
-            for i, momenta in enumerate(segment.sources[n]):
-                grads = StepGradients(reads[n][i], last[n], g_weights[i])
-                out = pushed[i], of_steps[0, i], of_steps[1, i]
+            for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):
+                grads = StepGradients(reads[n][group.start], last[n], g_weights[group.start])
+                out = pushed[group.start], of_steps[0, group], of_steps[1, group]
                 momentum_steps_backward(
                     momenta, s.size, self.plan.steps, self.plan.coefficients, grads, *out
                 )

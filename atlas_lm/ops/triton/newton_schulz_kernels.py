@@ -354,14 +354,15 @@ def backward(
         _store(grad_matrix + at, grads, ROWS, COLUMNS, TALL, BR, BC, NB)
 
 
-@triton.jit(do_not_specialize=["points"])
-def momentum_forward(
+@triton.jit
+def _momentum_step(
     entering,
     short,
     long,
     share,
     kept,
     out,
+    index,
     points,
     SIZE: tl.constexpr,
     SCHEDULE: tl.constexpr,
@@ -375,11 +376,7 @@ def momentum_forward(
     NB: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """NS of the momentum at one stride point a program; neighbours read the same pairs.
-
-    Matrices stand SIZE apart: they may be parts of all the weights of a memory.
-    """
-    index = tl.program_id(0)
+    """NS of the momentum at stride point `index`."""
     s = _momentum(
         entering, short, long, share, kept, index, points, SIZE,
         PAIRS, TAIL, ROWS, COLUMNS, TALL, BR, BC, NB, DOT,
@@ -391,8 +388,50 @@ def momentum_forward(
     _store(out + index.to(tl.int64) * SIZE, xs, ROWS, COLUMNS, TALL, BR, BC, NB)
 
 
-@triton.jit(do_not_specialize=["points", "count"])
-def momentum_backward(
+@triton.jit(do_not_specialize=["points"])
+def momentum_forward(
+    entering,
+    short_1,
+    long_1,
+    short_2,
+    long_2,
+    short_3,
+    long_3,
+    share,
+    kept,
+    out,
+    points,
+    SIZE: tl.constexpr,
+    PLACES: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TALLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    NB: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """NS of the momentum of one matrix at one stride point a program; neighbours read the same
+    pairs.
+
+    A memory has as many matrices as there are PLACES, at most three, all of one size: where each
+    begins among its weights, SIZE of them. TALLS: which are transposed there.
+    """
+    shorts, longs = (short_1, short_2, short_3), (long_1, long_2, long_3)
+    index = tl.program_id(0) // len(PLACES)
+    for n in tl.static_range(len(PLACES)):
+        if tl.program_id(0) % len(PLACES) == n:
+            _momentum_step(
+                entering + PLACES[n], shorts[n], longs[n], share, kept, out + PLACES[n], index,
+                points, SIZE, SCHEDULE, PAIRS, TAIL, ROWS, COLUMNS, TALLS[n], BR, BC, NB, DOT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _momentum_gradient(
     entering,
     short,
     long,
@@ -405,8 +444,8 @@ def momentum_backward(
     grad_last,
     grad_kept,
     scratch,
+    index,
     points,
-    count,
     SIZE: tl.constexpr,
     SCHEDULE: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -420,27 +459,74 @@ def momentum_backward(
     DOT: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Gradients of the momenta at `count` stride points, <grad_weights, NS(S)> and <dS, S> of each.
+    """The gradient of the momentum at stride point `index`, <grad_weights, NS(S)> and <dS, S>."""
+    memory = index // points
+    s = _momentum(
+        entering, short, long, share, kept, index, points, SIZE,
+        PAIRS, TAIL, ROWS, COLUMNS, TALL, BR, BC, NB, DOT,
+    )  # fmt: skip
+    scale = _inverse_norm(s, NB)
+    step = _iterate(scratch, _scaled(s, scale, NB), SCHEDULE, DOT, ROOM, BR, BC, NB)
+    of_weights = _load(grad_weights + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
+    tl.store(grad_last + index, _inner(of_weights, step, NB))
+    grads = _load(grad_out + index * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
+    grads = _plus(grads, of_weights, tl.load(last + index), NB)
+    grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, ROOM, BR, BC, NB)
+    at = grad_momentum + (index + memory) * SIZE
+    _store(at, grads, ROWS, COLUMNS, TALL, BR, BC, NB)
+    entered = _load(entering + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
+    tl.store(grad_kept + index, _inner(grads, entered, NB))
+
+
+@triton.jit(do_not_specialize=["points", "count"])
+def momentum_backward(
+    entering,
+    short_1,
+    long_1,
+    short_2,
+    long_2,
+    short_3,
+    long_3,
+    share,
+    kept,
+    grad_out,
+    last,
+    grad_weights,
+    grad_momentum,
+    grad_last,
+    grad_kept,
+    scratch,
+    points,
+    count,
+    SIZE: tl.constexpr,
+    PLACES: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TALLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    NB: tl.constexpr,
+    DOT: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Gradients of the momenta at `count` stride points, <grad_weights, NS(S)> and <dS, S> of each,
+    of the matrices at all PLACES (see `momentum_forward`).
 
     The last is nearly 0, since steps do not depend on the length of a momentum: dS is not rounded.
     grad_momentum has room for one matrix more after the stride points of each memory.
     """
+    shorts, longs = (short_1, short_2, short_3), (long_1, long_2, long_3)
     scratch += tl.program_id(0).to(tl.int64) * (len(SCHEDULE) * ROOM)
-    for turn in range(tl.program_id(0), count, tl.num_programs(0)):
-        index = tl.full((), turn, tl.int64)
-        memory = index // points
-        s = _momentum(
-            entering, short, long, share, kept, index, points, SIZE,
-            PAIRS, TAIL, ROWS, COLUMNS, TALL, BR, BC, NB, DOT,
-        )  # fmt: skip
-        scale = _inverse_norm(s, NB)
-        step = _iterate(scratch, _scaled(s, scale, NB), SCHEDULE, DOT, ROOM, BR, BC, NB)
-        of_weights = _load(grad_weights + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
-        tl.store(grad_last + index, _inner(of_weights, step, NB))
-        grads = _load(grad_out + index * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
-        grads = _plus(grads, of_weights, tl.load(last + index), NB)
-        grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, ROOM, BR, BC, NB)
-        at = grad_momentum + (index + memory) * SIZE
-        _store(at, grads, ROWS, COLUMNS, TALL, BR, BC, NB)
-        entered = _load(entering + memory * SIZE, ROWS, COLUMNS, TALL, BR, BC, NB)
-        tl.store(grad_kept + index, _inner(grads, entered, NB))
+    for turn in range(tl.program_id(0), count * len(PLACES), tl.num_programs(0)):
+        index = tl.full((), turn // len(PLACES), tl.int64)
+        for n in tl.static_range(len(PLACES)):
+            if turn % len(PLACES) == n:
+                _momentum_gradient(
+                    entering + PLACES[n], shorts[n], longs[n], share, kept, grad_out + PLACES[n],
+                    last, grad_weights + PLACES[n], grad_momentum + PLACES[n],
+                    grad_last + n * count, grad_kept + n * count, scratch, index, points, SIZE,
+                    SCHEDULE, PAIRS, TAIL, ROWS, COLUMNS, TALLS[n], BR, BC, NB, DOT, ROOM,
+                )  # fmt: skip
