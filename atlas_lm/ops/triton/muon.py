@@ -34,6 +34,7 @@ from atlas_lm.ops.triton.reads import (
     Written,
     backward_room,
     constants,
+    writing_constants,
 )
 from atlas_lm.ops.triton.sizes import Sizes
 
@@ -75,7 +76,8 @@ class Segment:
     def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
-        self.constants, self.meeting = constants(plan, k), Meeting.of(plan)
+        self.constants, self.meeting = constants(plan, k), Meeting.of(plan, plan.writing)
+        self.writing = writing_constants(plan, k)
         self.meetings = 2 if s.tail else 1
         self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
@@ -124,10 +126,10 @@ class Segment:
         plan, s, t = self.plan, self.plan.sizes, self.tables
         z, factors, here = plan.rows_and_heads, self.factors[n], self.mixed[n]
         launch(
-            factors_kernel, (z * s.team,),
+            factors_kernel, (z * plan.writing.team,),
             self.k[n], self.v[n], self.anchors[n], t.gain, t.residual, *factors, self.phi[n],
             t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
-            **self.constants,
+            **self.writing,
         )  # fmt: skip
         for momenta, (group, _) in zip(self.sources[n], self.groups, strict=True):
             out = self.steps_to[n][group.start]
@@ -217,7 +219,7 @@ class MuonBackward(Backward):
         g_weights = from_place(self.g_weights[None], s)[0]
         reads, last = from_place(found.terms, s), here.steps[:, :, -1].contiguous().unbind(0)
         rest = [x.unbind(0) for x in (found.states, *sums, self.dv[part])]
-        meeting = Meeting.of(self.plan)
+        meeting = Meeting.of(self.plan, self.plan.sizes)
         for n in reversed(range(len(segment.k))):
             d_state, of_steps, of_carry, dk, d_push, dv = (x[n] for x in rest)
             for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):

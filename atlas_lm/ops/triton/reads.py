@@ -63,6 +63,8 @@ class Plan:
     """Pieces with a mark in any row: known without asking a GPU."""
     own: bool
     """The first piece is in the middle of a chunk, and brings its anchor along."""
+    writing: Sizes
+    """The same for the programs that write forward, which may be more."""
     steps: int = 0
     coefficients: str = "muon"
 
@@ -136,8 +138,18 @@ class Written(NamedTuple):
 
 def constants(plan: Plan, like: Tensor) -> dict[str, Any]:
     """How all kernels of memories are compiled."""
-    s = plan.sizes
-    return {"S": s._replace(heads=0), "DOT": DOTS[like.dtype], "wgmma": takes_wgmma(s)}
+    return compiled_for(plan.sizes, like)
+
+
+def writing_constants(plan: Plan, like: Tensor) -> dict[str, Any]:
+    """How those that write forward are compiled and launched."""
+    more = plan.writing.team > plan.sizes.team
+    return compiled_for(plan.writing, like) | {"registers": HALF if more else None}
+
+
+def compiled_for(sizes: Sizes, like: Tensor) -> dict[str, Any]:
+    options = {"DOT": DOTS[like.dtype], "wgmma": takes_wgmma(sizes)}
+    return options | {"S": sizes._replace(heads=0)}
 
 
 def takes_wgmma(sizes: Sizes) -> bool:
@@ -155,7 +167,7 @@ def backward_warps(sizes: Sizes) -> int:
 
 
 HALF = 128
-"""Registers of a thread that leave room for two programs of eight warps on a processor."""
+"""Registers of a thread that leave room for sixteen warps on a processor."""
 
 
 def backward_room(plan: Plan) -> dict[str, int | None]:
@@ -173,8 +185,8 @@ class Meeting(NamedTuple):
     arrived: Tensor
 
     @classmethod
-    def of(cls, plan: Plan) -> Meeting:
-        s, z, device = plan.sizes, plan.rows_and_heads, plan.marks.device
+    def of(cls, plan: Plan, sizes: Sizes) -> Meeting:
+        s, z, device = sizes, plan.rows_and_heads, plan.marks.device
         rooms = 4 * s.team * s.pairs * s.d_v if s.team > 1 and s.network != 0 else 0
         arrived = torch.zeros(z, dtype=torch.int32, device=device)
         return cls(torch.empty(z, rooms, device=device), arrived)
