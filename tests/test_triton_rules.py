@@ -18,7 +18,7 @@ from atlas_lm.testing.kernels import check_kernels
 
 pytest.importorskip("triton")
 
-from atlas_lm.ops.triton import memorize, reads
+from atlas_lm.ops.triton import memorize, muon, reads
 from atlas_lm.ops.triton.layout import sizes_of
 from atlas_lm.ops.triton.sizes import more_writers, team_for
 
@@ -396,6 +396,27 @@ def test_several_segments(name, most, kernel_device, monkeypatch):
     # 4 tokens of the chunk in which the state was, three whole chunks and 1 token
     assert [longest(parts) for parts in made_segments] == [most] * len(made_segments)
     assert {len(parts) for parts in made_segments} == {5 if most == 1 else 3}
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_some_steps_are_kept(pieces, kernel_device, monkeypatch):
+    """Of segments of one piece each, those for which there is room; the others are made again."""
+    rule, shape = PACKED["atlas"]
+    made = made_of(replace(rule, chunk=8, stride=4), 32, kernel_device, **shape)
+    size = 6 * 16 + 16 * 32  # w1, and w2 on 15 features in a block of 32
+    monkeypatch.setattr(reads, "KEPT", pieces * 2 * size * 4)
+    monkeypatch.setattr(reads, "ROOM", 1)
+    kept = []
+    original = muon.written_segment
+
+    def written(*args):
+        if len(args) == 10:
+            kept.append(args[-1] is not None)
+        return original(*args)
+
+    monkeypatch.setattr(muon, "written_segment", written)
+    assert_agree(made)
+    assert kept == [False] * (4 - pieces) + [True] * pieces
 
 
 def longest(parts: list[slice]) -> int:

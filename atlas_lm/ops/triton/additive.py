@@ -95,7 +95,7 @@ class AdditiveBackward(Backward):
         self.pushes = torch.stack(both, 1).to(self.k.dtype)
 
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
-        weights, momentum = checkpoint
+        weights, momentum, _ = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
         here = self.mixed.at(part)
         segment = written_segment(
@@ -148,4 +148,4 @@ class AdditiveBackward(Backward):
             d_push[:, :, 0] = d_pulls[:, :, 1]
 
 
-ADDITIVE = Way(write, AdditiveBackward)
+ADDITIVE = Way(write, AdditiveBackward, keeps_steps=False)

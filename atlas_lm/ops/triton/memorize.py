@@ -42,7 +42,9 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
         ("marks", q.shape[0], sizes.heads), lambda: marks_of(pieces, q.shape[0], sizes.heads)
     )
     writing = writing_sizes(sizes, q)
-    plan = Plan(sizes, marks, marked, begun.own, writing, rule.ns_steps, rule.ns_coefficients)
+    newton_schulz = rule.ns_steps, rule.ns_coefficients
+    graded = torch.is_grad_enabled()
+    plan = Plan(sizes, marks, marked, begun.own, writing, graded, *newton_schulz)
     flat = [x.flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)]
     y, weights, momentum, kept = Run.apply(
         MUON if muon else ADDITIVE, plan, *flat, *mixed, *slow_of(outer, sizes),

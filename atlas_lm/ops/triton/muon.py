@@ -73,7 +73,7 @@ class Segment:
     Tensors are taken apart piece by piece once: a slice costs the host as much as a launch.
     """
 
-    def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor):
+    def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor, steps):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
         self.constants, self.meeting = constants(plan, k), Meeting.of(plan, plan.writing)
@@ -82,7 +82,8 @@ class Segment:
         self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
-        self.all_terms = k.new_empty(count, z, s.terms, s.size)
+        self.stepped = steps is not None
+        self.all_terms = k.new_empty(count, z, s.terms, s.size) if steps is None else steps
         all_weights = torch.empty(count + 1, z, s.size, device=k.device)
         all_momenta = torch.empty_like(all_weights)
         self.states, self.weights = self.all_states.unbind(0), all_weights.unbind(0)
@@ -131,9 +132,8 @@ class Segment:
             t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
             **self.writing,
         )  # fmt: skip
-        for momenta, (group, _) in zip(self.sources[n], self.groups, strict=True):
-            out = self.steps_to[n][group.start]
-            momentum_steps(momenta, s.size, plan.steps, plan.coefficients, out)
+        if not self.stepped:
+            self.step(n)
         blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
         launch(
             advance_kernel, (z, blocks),
@@ -141,6 +141,13 @@ class Segment:
             self.momenta[n + 1], self.states[n + 1], *factors, self.phi[n], here.kept, here.steps,
             here.push_kept, here.push, **self.constants,
         )  # fmt: skip
+
+    def step(self, n: int) -> None:
+        """Newton-Schulz at the stride points of piece n, from the pairs' factors."""
+        plan = self.plan
+        for momenta, (group, _) in zip(self.sources[n], self.groups, strict=True):
+            out = self.steps_to[n][group.start]
+            momentum_steps(momenta, plan.sizes.size, plan.steps, plan.coefficients, out)
 
     def settle(self, n: int, anchors: Tensor, initial: Tensor) -> None:
         """Before the piece after n: begin documents, keep anchors."""
@@ -157,10 +164,15 @@ class Segment:
         anchors.copy_(torch.where(keep, weights, anchors))
 
 
-def written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial) -> Segment:
-    """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place."""
+def written_segment(
+    plan, k, v, mixed, tables, part, carry, anchor, initial, steps: Tensor | None = None
+) -> Segment:
+    """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place.
+
+    `steps`: those of muon, where they were kept, `[n z m size]`.
+    """
     weights, momentum, anchors = carry
-    segment = Segment(plan, k, v, mixed, tables, part, anchor)
+    segment = Segment(plan, k, v, mixed, tables, part, anchor, steps)
     for room, first in (
         (segment.states, weights),
         (segment.weights, weights),
@@ -194,10 +206,10 @@ class Sums(NamedTuple):
 
 class MuonBackward(Backward):
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
-        weights, momentum = checkpoint
+        weights, momentum, steps = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
         args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part
-        segment = written_segment(*args, carry, self.anchor, self.initial)
+        segment = written_segment(*args, carry, self.anchor, self.initial, steps)
         found = self.read_backward(part, dy, segment.written())
         s, z, count = self.plan.sizes, self.plan.rows_and_heads, len(segment.k)
         wide = {"device": self.k.device}
@@ -281,4 +293,4 @@ class MuonBackward(Backward):
         self.dk[part] = sums.dk.sum(1)
 
 
-MUON = Way(write, MuonBackward)
+MUON = Way(write, MuonBackward, keeps_steps=True)

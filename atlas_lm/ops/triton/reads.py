@@ -17,6 +17,8 @@ from atlas_lm.ops.triton.sizes import Sizes
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
+KEPT = 2**29
+"""Bytes of muon's steps that are kept from forward to backward, instead of made again."""
 
 
 class Mixed(NamedTuple):
@@ -65,6 +67,8 @@ class Plan:
     """The first piece is in the middle of a chunk, and brings its anchor along."""
     writing: Sizes
     """The same for the programs that write forward, which may be more."""
+    graded: bool
+    """A backward may come."""
     steps: int = 0
     coefficients: str = "muon"
 
@@ -310,8 +314,9 @@ def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
 class Run(torch.autograd.Function):
     """Pieces `[n z . .]` through memories `[z size]`, everything flat and contiguous.
 
-    A segment at a time: written, then read. Only the state at the beginning of a segment is kept;
-    the backward writes the segment again from it. `way`: how an optimiser writes, both ways.
+    A segment at a time: written, then read. Only the state at the beginning of a segment is kept,
+    and some of muon's steps; the backward writes the segment again from it. `way`: how an optimiser
+    writes, both ways.
     """
 
     @staticmethod
@@ -323,11 +328,14 @@ class Run(torch.autograd.Function):
         branch = torch.empty(y.shape if plan.sizes.norm else (1,), device=q.device)
         carry = [weights.clone(), None if momentum is None else momentum.clone(), weights.clone()]
         rounded = None if anchor is None else anchor.to(k.dtype)
-        checkpoints = []
+        checkpoints, left = [], KEPT if plan.graded else 0
         for part in plan.segments(k.dtype):
-            checkpoints.append([None if x is None else x.clone() for x in carry[:2]])
+            checkpoint = [None if x is None else x.clone() for x in carry[:2]]
             here = mixed.at(part)
             written = way.write(plan, k, v, here, tables, part, carry, rounded, initial)
+            left -= written.terms.nbytes
+            kept = way.keeps_steps and left >= 0
+            checkpoints.append([*checkpoint, written.terms if kept else None])
             out = branch[part] if plan.sizes.norm else branch
             read(plan, q[part], k[part], here, tables, written, y[part], out)
         ctx.way, ctx.plan, ctx.checkpoints, ctx.tables = way, plan, checkpoints, tables
@@ -353,3 +361,5 @@ class Way(NamedTuple):
 
     write: Any
     backward: type[Backward]
+    keeps_steps: bool
+    """Whether the terms of a segment are worth keeping: they took longest to make."""
