@@ -70,10 +70,13 @@ def from_place(x: Tensor, sizes: Sizes) -> list[tuple[Tensor, ...]]:
 class Segment:
     """Pieces written one after the other, and everything that the way back needs of them.
 
-    Tensors are taken apart piece by piece once: a slice costs the host as much as a launch.
+    Unless `keep`, the float32 state has one place, where it stays in the cache. Tensors are taken
+    apart piece by piece once: a slice costs the host as much as a launch.
     """
 
-    def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor, steps):
+    def __init__(
+        self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor, keep, steps
+    ):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
         self.constants, self.meeting = constants(plan, k), Meeting.of(plan, plan.writing)
@@ -84,8 +87,8 @@ class Segment:
         self.all_states = k.new_empty(count + 1, z, s.size)
         self.stepped = steps is not None
         self.all_terms = k.new_empty(count, z, s.terms, s.size) if steps is None else steps
-        all_weights = torch.empty(count + 1, z, s.size, device=k.device)
-        all_momenta = torch.empty_like(all_weights)
+        rooms = torch.empty(2, count + 1 if keep else 1, z, s.size, device=k.device)
+        all_weights, all_momenta = rooms.expand(-1, count + 1, -1, -1)
         self.states, self.weights = self.all_states.unbind(0), all_weights.unbind(0)
         self.momenta, self.terms = all_momenta.unbind(0), self.all_terms.unbind(0)
         self.own = plan.own and part.start == 0
@@ -165,14 +168,15 @@ class Segment:
 
 
 def written_segment(
-    plan, k, v, mixed, tables, part, carry, anchor, initial, steps: Tensor | None = None
+    plan, k, v, mixed, tables, part, carry, anchor, initial, *, keep: bool, steps: Tensor | None
 ) -> Segment:
     """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place.
 
-    `steps`: those of muon, where they were kept, `[n z m size]`.
+    Only where `keep` is set is the float32 state before every piece there afterwards. `steps`:
+    those of muon, where they were kept, `[n z m size]`.
     """
     weights, momentum, anchors = carry
-    segment = Segment(plan, k, v, mixed, tables, part, anchor, steps)
+    segment = Segment(plan, k, v, mixed, tables, part, anchor, keep, steps)
     for room, first in (
         (segment.states, weights),
         (segment.weights, weights),
@@ -188,7 +192,7 @@ def written_segment(
 
 
 def write(*args) -> Written:
-    return written_segment(*args).written()
+    return written_segment(*args, keep=False, steps=None).written()
 
 
 class Sums(NamedTuple):
@@ -208,8 +212,8 @@ class MuonBackward(Backward):
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         weights, momentum, steps = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
-        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part
-        segment = written_segment(*args, carry, self.anchor, self.initial, steps)
+        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part, carry
+        segment = written_segment(*args, self.anchor, self.initial, keep=True, steps=steps)
         found = self.read_backward(part, dy, segment.written())
         s, z, count = self.plan.sizes, self.plan.rows_and_heads, len(segment.k)
         wide = {"device": self.k.device}
