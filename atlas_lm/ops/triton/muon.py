@@ -81,7 +81,6 @@ class Segment:
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
         self.constants, self.meeting = constants(plan, k), Meeting.of(plan, plan.writing)
         self.writing = writing_constants(plan, k)
-        self.meetings = 2 if s.tail else 1
         self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
@@ -130,9 +129,9 @@ class Segment:
         plan, s, t = self.plan, self.plan.sizes, self.tables
         z, factors, here = plan.rows_and_heads, self.factors[n], self.mixed[n]
         launch(
-            factors_kernel, (z * plan.writing.team,),
+            factors_kernel, (z * plan.writing.team, 2 if s.tail else 1),
             self.k[n], self.v[n], self.anchors[n], t.gain, t.residual, *factors, self.phi[n],
-            t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
+            t.left, t.right, t.scale, *self.meeting, n + 1, s.heads,
             **self.writing,
         )  # fmt: skip
         if not self.stepped:
@@ -270,7 +269,7 @@ class MuonBackward(Backward):
 
     def _through_factors(self, segment: Segment, n: int, pushes, dk, dv, d_push, meeting: Meeting):
         plan, t, k, z = self.plan, self.tables, segment.k[n], self.plan.rows_and_heads
-        number = (len(segment.k) - 1 - n) * segment.meetings + 1
+        number = (len(segment.k) - 1 - n) * (2 if plan.sizes.tail else 1) + 1
         d_anchor = self.g_anchor if segment.own else self.g_weights
         launch(
             factors_backward_kernel, (z * plan.sizes.team,),

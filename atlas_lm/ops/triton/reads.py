@@ -183,7 +183,8 @@ def backward_room(plan: Plan) -> dict[str, int | None]:
 
 
 class Meeting(NamedTuple):
-    """Where the programs that write a memory together meet (`team`)."""
+    """Where the programs that write a memory together meet (`team`); two places a memory, for
+    kernels in which two teams write it."""
 
     room: Tensor
     arrived: Tensor
@@ -192,8 +193,8 @@ class Meeting(NamedTuple):
     def of(cls, plan: Plan, sizes: Sizes) -> Meeting:
         s, z, device = sizes, plan.rows_and_heads, plan.marks.device
         rooms = 4 * s.team * s.pairs * s.d_v if s.team > 1 and s.network != 0 else 0
-        arrived = torch.zeros(z, dtype=torch.int32, device=device)
-        return cls(torch.empty(z, rooms, device=device), arrived)
+        arrived = torch.zeros(2 * z, dtype=torch.int32, device=device)
+        return cls(torch.empty(2 * z, rooms, device=device), arrived)
 
 
 def either(x: Tensor | None, other: Tensor) -> Tensor:
