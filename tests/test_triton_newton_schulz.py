@@ -15,6 +15,15 @@ if not fused.INTERPRETED:
 SHAPES = [(16, 16), (16, 24), (20, 16), (5, 40)]
 
 
+@pytest.fixture(params=[16, 64], ids=lambda block: f"block {block}", autouse=True)
+def _block(request, monkeypatch):
+    """Long sides in one block, and in several."""
+    monkeypatch.setattr(fused, "BLOCK", request.param)
+    fused._constants.cache_clear()
+    yield
+    fused._constants.cache_clear()
+
+
 def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -120,9 +129,10 @@ def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
     expected.backward(grad_out.double() + weights)
 
     out = torch.empty_like(grad_out)
-    grad_last, grad_kept = torch.empty_like(last), torch.empty_like(last)
+    grad_last, grad_kept = torch.empty(2, *last.shape).unbind(0)
     grad_momentum = torch.empty(z, points + 1, rows, columns)
-    made, size = fused.Momenta(*arrays), rows * columns
+    entering, u, x, share, kept = arrays
+    made, size = fused.Momenta(entering, ((u, x),), (0,), share, kept), rows * columns
     fused.momentum_steps(made, size, 5, coefficients, out)
     grads = fused.StepGradients(grad_out, last, grad_weights)
     fused.momentum_steps_backward(
@@ -135,10 +145,40 @@ def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
     assert_close(grad_last, torch.einsum("zrc,zmrc->zm", grad_weights.double(), expected))
 
 
+def test_matrices_of_one_size_in_one_launch():
+    """Wide, tall and tall again, side by side in a memory with others: each as if it were alone."""
+    z, points, pairs, size = 2, 3, 5, 3 * 16 * 24 + 7
+    factors = tuple(
+        (normal(z, pairs, r, seed=n), normal(z, pairs, c, seed=9 + n))
+        for n, (r, c) in enumerate(((16, 24), (24, 16), (24, 16)))
+    )
+    places, entering = tuple(16 * 24 * n for n in range(3)), normal(z, size)
+    share, kept = normal(z, points, pairs, seed=3), torch.rand(z, points)
+    reads, last = normal(z, points, size, seed=5), normal(z, points, seed=6)
+    weights = normal(z, size, seed=7)
+
+    def evaluate(which: slice) -> list[torch.Tensor]:
+        at = places[which][0]
+        inside = tuple(place - at for place in places[which])
+        made = fused.Momenta(entering[:, at:], factors[which], inside, share, kept)
+        out, pulled = torch.zeros(z, points, size), torch.zeros(z, points + 1, size)
+        sums = torch.empty(2, len(inside), z, points)
+        fused.momentum_steps(made, size, 5, "muon", out[..., at:])
+        grads = fused.StepGradients(reads[..., at:], last, weights[:, at:])
+        fused.momentum_steps_backward(made, size, 5, "muon", grads, pulled[..., at:], *sums)
+        return [out, pulled, sums]
+
+    together, alone = evaluate(slice(0, 3)), [evaluate(slice(n, n + 1)) for n in range(3)]
+    for n in range(2):
+        assert torch.equal(together[n], torch.stack([x[n] for x in alone]).sum(0))
+    assert torch.equal(together[2], torch.cat([x[2] for x in alone], 1))
+
+
 def test_no_stride_points():
     u, x = normal(2, 4, 16), normal(2, 4, 24)
     out = torch.empty(2, 0, 16, 24)
-    made = fused.Momenta(normal(2, 16, 24), u, x, torch.empty(2, 0, 4), torch.empty(2, 0))
+    share, kept = torch.empty(2, 0, 4), torch.empty(2, 0)
+    made = fused.Momenta(normal(2, 16, 24), ((u, x),), (0,), share, kept)
     fused.momentum_steps(made, 16 * 24, 5, "muon", out)
 
 

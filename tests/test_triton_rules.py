@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_lm import RULES, MemoryState, Rule
+from atlas_lm import RULES, MemoryState, Rule, init_memory
 from atlas_lm.testing import Example, example
 from atlas_lm.testing.kernels import check_kernels
 
 pytest.importorskip("triton")
 
-from atlas_lm.ops.triton import memorize, reads
-from atlas_lm.ops.triton.sizes import team_for
+from atlas_lm.ops.triton import memorize, muon, reads
+from atlas_lm.ops.triton.layout import sizes_of
+from atlas_lm.ops.triton.sizes import more_writers, team_for
 
 CLOSE, FAR = 2e-4, 2e-3
 """Errors, of the norm: what is allowed, and the most where plain float32 has lost digits already:
@@ -397,6 +398,27 @@ def test_several_segments(name, most, kernel_device, monkeypatch):
     assert {len(parts) for parts in made_segments} == {5 if most == 1 else 3}
 
 
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_some_steps_are_kept(pieces, kernel_device, monkeypatch):
+    """Of segments of one piece each, those for which there is room; the others are made again."""
+    rule, shape = PACKED["atlas"]
+    made = made_of(replace(rule, chunk=8, stride=4), 32, kernel_device, **shape)
+    size = 6 * 16 + 16 * 32  # w1, and w2 on 15 features in a block of 32
+    monkeypatch.setattr(reads, "KEPT", pieces * 2 * size * 4)
+    monkeypatch.setattr(reads, "ROOM", 1)
+    kept = []
+    original = muon.written_segment
+
+    def written(*args, keep, steps):
+        if keep:
+            kept.append(steps is not None)
+        return original(*args, keep=keep, steps=steps)
+
+    monkeypatch.setattr(muon, "written_segment", written)
+    assert_agree(made)
+    assert kept == [False] * (4 - pieces) + [True] * pieces
+
+
 def longest(parts: list[slice]) -> int:
     return max(part.stop - part.start for part in parts)
 
@@ -436,3 +458,16 @@ def test_deep_memories_by_a_team(name, team, monkeypatch):
 )
 def test_how_large_a_team_is(outs, least, memories, processors, team):
     assert team_for(outs, least, memories, processors) == team
+
+
+@pytest.mark.parametrize(
+    ("rule", "memories", "team"),
+    [(ATLAS, 128, 4), (ATLAS, 64, 2), (ATLAS, 160, 2), (TITANS, 128, 4)],
+)
+def test_how_many_write_forward(rule, memories, team):
+    """Four a processor have room, of 132."""
+    rule = replace(rule, features="identity")
+    weights = init_memory(rule, 1, 8, 8, 256)
+    sizes = sizes_of(rule, weights, 8, 8, rule.chunk, 1, team=2)
+    found = more_writers(sizes, memories, 132)
+    assert (found.team, found.share * found.team) == (team, 256)

@@ -18,9 +18,10 @@ from atlas_lm.ops.triton.reads import (
     Tables,
     Way,
     Written,
-    backward_warps,
+    backward_room,
     constants,
     either,
+    writing_constants,
 )
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -62,13 +63,14 @@ def written_segment(
     factors = Factors.room(k.shape[0], plan, k)
     own = plan.own and part.start == 0
     launch(
-        write_kernel, (plan.rows_and_heads * plan.sizes.team,),
+        write_kernel, (plan.rows_and_heads * plan.writing.team,),
         k, v, mixed.share, either(mixed.push, mixed.kept), mixed.kept,
         either(mixed.steps, mixed.kept), either(mixed.push_kept, mixed.kept),
         plan.marks[part.start :], all_weights, momenta, states, entered,
         anchor if own else states, initial, anchors, t.gain, t.residual, *factors,
-        t.left, t.right, t.scale, *Meeting.of(plan), k.shape[0], len(plan.marks) - part.start,
-        plan.rows_and_heads, plan.sizes.heads, OWN=own, KEEP=keep, **constants(plan, k),
+        t.left, t.right, t.scale, *Meeting.of(plan, plan.writing), k.shape[0],
+        len(plan.marks) - part.start, plan.rows_and_heads, plan.sizes.heads,
+        OWN=own, KEEP=keep, **writing_constants(plan, k),
     )  # fmt: skip
     return Segment(all_weights, momenta, states, entered, factors)
 
@@ -93,7 +95,7 @@ class AdditiveBackward(Backward):
         self.pushes = torch.stack(both, 1).to(self.k.dtype)
 
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
-        weights, momentum = checkpoint
+        weights, momentum, _ = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
         here = self.mixed.at(part)
         segment = written_segment(
@@ -130,9 +132,9 @@ class AdditiveBackward(Backward):
             t.gain, t.residual, *segment.factors, t.left, t.right, t.scale,
             found.states, found.terms, *found.factors, self.g_weights, self.g_momentum,
             self.g_initial, self.g_anchors, self.pushes, found.dk, self.dv[part], d_pulls, d_last,
-            self.d_gain_write, self.d_degrees_write, self.scratch, *Meeting.of(plan),
+            self.d_gain_write, self.d_degrees_write, self.scratch, *Meeting.of(plan, plan.sizes),
             k.shape[0], plan.rows_and_heads, plan.sizes.heads,
-            warps=backward_warps(plan.sizes), OWN=own, **constants(plan, k),
+            OWN=own, **backward_room(plan), **constants(plan, k),
         )  # fmt: skip
         self.dk[part] = found.dk.sum(0)
         d_pulls, d_last = d_pulls.sum(0), d_last.sum(0)
@@ -146,4 +148,4 @@ class AdditiveBackward(Backward):
             d_push[:, :, 0] = d_pulls[:, :, 1]
 
 
-ADDITIVE = Way(write, AdditiveBackward)
+ADDITIVE = Way(write, AdditiveBackward, keeps_steps=False)

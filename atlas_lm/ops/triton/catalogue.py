@@ -34,7 +34,7 @@ from atlas_lm.ops.triton.muon_kernels import (
 )
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
-from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
+from atlas_lm.ops.triton.reads import HALF, backward_warps, takes_wgmma
 from atlas_lm.ops.triton.sizes import Sizes
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -60,6 +60,8 @@ class Compilation:
     """Whether products may be compiled as Hopper likes them."""
     num_stages: int | None = None
     """None: as many as Triton takes if not told."""
+    registers: int | None = None
+    """The most a thread may have, if it is told."""
 
 
 class Compiled(NamedTuple):
@@ -94,6 +96,9 @@ CASES = {
     "atlas, identity, stride 64": Case(
         rule=replace(RULES["atlas"], features="identity", stride=64), hidden=256
     ),
+    "atlas, identity, stride 64, by a team": Case(
+        rule=replace(RULES["atlas"], features="identity", stride=64), hidden=256, team=4
+    ),
     "atlas, degree 2, stride 16": Case(rule=replace(RULES["atlas"], stride=16), d_k=16, hidden=64),
     "atlas, identity, every token": Case(
         rule=replace(RULES["atlas"], features="identity"), hidden=64
@@ -103,6 +108,7 @@ CASES = {
 
 ADDITIVE = write_kernel, write_backward_kernel
 MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
+WRITES = write_kernel, factors_kernel
 WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
@@ -151,15 +157,17 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
             return "*i32"
         return "*bf16" if argument in ROUNDED else "*fp32"
 
+    warps = backward_warps(sizes) if fn in WRITES_BACKWARD else 4
     return Compilation(
         name=f"{fn.__name__} of {name}",
         family=module_of(fn),
         fn=fn,
         signature={argument: kind(argument) for argument in fn.arg_names},
         constexprs=constants,
-        num_warps=backward_warps(sizes) if fn in WRITES_BACKWARD else 4,
+        num_warps=warps,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
+        registers=HALF if warps == 8 or (fn in WRITES and sizes.team > 1) else None,
     )
 
 
@@ -180,6 +188,8 @@ def compile_for(compilation: Compilation, capability: int) -> Compiled:
     options = {"num_warps": compilation.num_warps}
     if compilation.num_stages is not None:
         options["num_stages"] = compilation.num_stages
+    if compilation.registers is not None:
+        options["maxnreg"] = compilation.registers
     with nullcontext() if compilation.wgmma else without_wgmma():
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(made.metadata.shared, *resources(made.asm["cubin"]))

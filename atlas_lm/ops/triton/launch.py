@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ def launch(
     grid: tuple[int, ...],
     *args: Any,
     warps: int = 4,
+    registers: int | None = None,
     wgmma: bool = True,
     **constants: Any,
 ) -> None:
     """`kernel[grid](*args, **constants)`: tensors first, compile-time arguments last.
 
-    Integers between them must not be specialised on.
+    Integers between them must not be specialised on. `registers`: the most a thread may have.
     Without `wgmma`, products on Hopper are compiled as on the cards before it.
     """
     if not isinstance(kernel, triton.JITFunction):
@@ -43,13 +45,16 @@ def launch(
     device = args[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, *args, warps=warps, wgmma=wgmma, **constants)
+            options = {"warps": warps, "registers": registers, "wgmma": wgmma}
+            return launch(kernel, grid, *args, **options, **constants)
     # a mixture of alignments is rare: then Triton may look at each by itself
-    key = (kernel, device, warps, *types, *values)
+    key = (kernel, device, warps, registers, *types, *values)
     found = _compiled.get(key) if offset % 16 == 0 else None
     if found is None:
         with nullcontext() if wgmma else without_wgmma():
-            made = kernel[grid](*args, **constants, num_warps=warps, num_stages=1)
+            made = kernel[grid](
+                *args, **constants, num_warps=warps, maxnreg=registers, num_stages=1
+            )
         if offset % 16 == 0:
             _compiled[key] = made
     else:
@@ -69,3 +74,10 @@ def without_wgmma() -> Iterator[None]:
             del os.environ["DISABLE_MMA_V3"]
         else:
             os.environ["DISABLE_MMA_V3"] = before
+
+
+@cache
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,9 @@ from atlas_lm.ops.triton.reads import (
     Tables,
     Way,
     Written,
-    backward_warps,
+    backward_room,
     constants,
+    writing_constants,
 )
 from atlas_lm.ops.triton.sizes import Sizes
 
@@ -48,6 +50,18 @@ def places(sizes: Sizes) -> list[int]:
     return [0, second, second + first][: 1 + sizes.network]
 
 
+@cache
+def same_size(sizes: Sizes) -> list[tuple[slice, tuple[int, ...]]]:
+    """Runs of matrices of one size, short side and long, and where each of them begins from the
+    first on: their steps are made by one launch."""
+    begins = places(sizes)
+    second, first = sorted((sizes.d_v, sizes.hidden)), sorted((sizes.hidden, sizes.pitch))
+    alike = [slice(0, len(begins))]
+    if len(begins) > 1 and second != first:
+        alike = [slice(0, 1), slice(1, len(begins))]
+    return [(run, tuple(at - begins[run.start] for at in begins[run])) for run in alike]
+
+
 def from_place(x: Tensor, sizes: Sizes) -> list[tuple[Tensor, ...]]:
     """Of every piece, x `[n ... size]` from the first element of each matrix on."""
     return list(zip(*(x[..., at:].unbind(0) for at in places(sizes)), strict=True))
@@ -56,20 +70,24 @@ def from_place(x: Tensor, sizes: Sizes) -> list[tuple[Tensor, ...]]:
 class Segment:
     """Pieces written one after the other, and everything that the way back needs of them.
 
-    Tensors are taken apart piece by piece once: a slice costs the host as much as a launch.
+    Unless `keep`, the float32 state has one place, where it stays in the cache. Tensors are taken
+    apart piece by piece once: a slice costs the host as much as a launch.
     """
 
-    def __init__(self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor):
+    def __init__(
+        self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor, keep, steps
+    ):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
-        self.constants, self.meeting = constants(plan, k), Meeting.of(plan)
-        self.meetings = 2 if s.tail else 1
+        self.constants, self.meeting = constants(plan, k), Meeting.of(plan, plan.writing)
+        self.writing = writing_constants(plan, k)
         self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
-        self.all_terms = k.new_empty(count, z, s.terms, s.size)
-        all_weights = torch.empty(count + 1, z, s.size, device=k.device)
-        all_momenta = torch.empty_like(all_weights)
+        self.stepped = steps is not None
+        self.all_terms = k.new_empty(count, z, s.terms, s.size) if steps is None else steps
+        rooms = torch.empty(2, count + 1 if keep else 1, z, s.size, device=k.device)
+        all_weights, all_momenta = rooms.expand(-1, count + 1, -1, -1)
         self.states, self.weights = self.all_states.unbind(0), all_weights.unbind(0)
         self.momenta, self.terms = all_momenta.unbind(0), self.all_terms.unbind(0)
         self.own = plan.own and part.start == 0
@@ -80,11 +98,12 @@ class Segment:
         ]
         phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
         self.phi, self.mixed = phi.unbind(0), mixed.pieces(count)
+        self.groups = same_size(s)
         self.steps_to = from_place(self.all_terms, s)
         self.sources = self._sources(from_place(all_momenta[:-1], s), mixed)
 
     def _sources(self, entering: list[tuple[Tensor, ...]], mixed: Mixed) -> list[list[Momenta]]:
-        """Of each piece and matrix: what its momenta at the stride points are made of."""
+        """Of each piece, for matrices of one size at a time: what their momenta are made of."""
         m = self.plan.sizes.terms
         assert mixed.push is not None
         assert mixed.push_kept is not None
@@ -92,10 +111,14 @@ class Segment:
         kept = mixed.push_kept[:, :, :m].contiguous().unbind(0)
         made = []
         for n, (f, phi) in enumerate(zip(self.factors, self.phi, strict=True)):
-            deep = [(f.u1, f.h), (f.u2, phi), (f.u3, phi)]
-            pairs = [(f.u1, phi)] if self.plan.sizes.network == 0 else deep
-            parts = zip(entering[n], pairs, strict=False)
-            made.append([Momenta(s, u, x, shares[n], kept[n]) for s, (u, x) in parts])
+            deep = (f.u1, f.h), (f.u2, phi), (f.u3, phi)
+            pairs = ((f.u1, phi),) if self.plan.sizes.network == 0 else deep
+            made.append(
+                [
+                    Momenta(entering[n][group.start], pairs[group], begins, shares[n], kept[n])
+                    for group, begins in self.groups
+                ]
+            )
         return made
 
     def written(self) -> Written:
@@ -106,13 +129,13 @@ class Segment:
         plan, s, t = self.plan, self.plan.sizes, self.tables
         z, factors, here = plan.rows_and_heads, self.factors[n], self.mixed[n]
         launch(
-            factors_kernel, (z * s.team,),
+            factors_kernel, (z * plan.writing.team, 2 if s.tail else 1),
             self.k[n], self.v[n], self.anchors[n], t.gain, t.residual, *factors, self.phi[n],
-            t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
-            **self.constants,
+            t.left, t.right, t.scale, *self.meeting, n + 1, s.heads,
+            **self.writing,
         )  # fmt: skip
-        for momenta, out in zip(self.sources[n], self.steps_to[n], strict=True):
-            momentum_steps(momenta, s.size, plan.steps, plan.coefficients, out)
+        if not self.stepped:
+            self.step(n)
         blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
         launch(
             advance_kernel, (z, blocks),
@@ -120,6 +143,13 @@ class Segment:
             self.momenta[n + 1], self.states[n + 1], *factors, self.phi[n], here.kept, here.steps,
             here.push_kept, here.push, **self.constants,
         )  # fmt: skip
+
+    def step(self, n: int) -> None:
+        """Newton-Schulz at the stride points of piece n, from the pairs' factors."""
+        plan = self.plan
+        for momenta, (group, _) in zip(self.sources[n], self.groups, strict=True):
+            out = self.steps_to[n][group.start]
+            momentum_steps(momenta, plan.sizes.size, plan.steps, plan.coefficients, out)
 
     def settle(self, n: int, anchors: Tensor, initial: Tensor) -> None:
         """Before the piece after n: begin documents, keep anchors."""
@@ -136,10 +166,16 @@ class Segment:
         anchors.copy_(torch.where(keep, weights, anchors))
 
 
-def written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial) -> Segment:
-    """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place."""
+def written_segment(
+    plan, k, v, mixed, tables, part, carry, anchor, initial, *, keep: bool, steps: Tensor | None
+) -> Segment:
+    """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place.
+
+    Only where `keep` is set is the float32 state before every piece there afterwards. `steps`:
+    those of muon, where they were kept, `[n z m size]`.
+    """
     weights, momentum, anchors = carry
-    segment = Segment(plan, k, v, mixed, tables, part, anchor)
+    segment = Segment(plan, k, v, mixed, tables, part, anchor, keep, steps)
     for room, first in (
         (segment.states, weights),
         (segment.weights, weights),
@@ -155,7 +191,7 @@ def written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial) -> 
 
 
 def write(*args) -> Written:
-    return written_segment(*args).written()
+    return written_segment(*args, keep=False, steps=None).written()
 
 
 class Sums(NamedTuple):
@@ -173,10 +209,10 @@ class Sums(NamedTuple):
 
 class MuonBackward(Backward):
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
-        weights, momentum = checkpoint
+        weights, momentum, steps = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
-        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part
-        segment = written_segment(*args, carry, self.anchor, self.initial)
+        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part, carry
+        segment = written_segment(*args, self.anchor, self.initial, keep=True, steps=steps)
         found = self.read_backward(part, dy, segment.written())
         s, z, count = self.plan.sizes, self.plan.rows_and_heads, len(segment.k)
         wide = {"device": self.k.device}
@@ -198,12 +234,12 @@ class MuonBackward(Backward):
         g_weights = from_place(self.g_weights[None], s)[0]
         reads, last = from_place(found.terms, s), here.steps[:, :, -1].contiguous().unbind(0)
         rest = [x.unbind(0) for x in (found.states, *sums, self.dv[part])]
-        meeting = Meeting.of(self.plan)
+        meeting = Meeting.of(self.plan, self.plan.sizes)
         for n in reversed(range(len(segment.k))):
             d_state, of_steps, of_carry, dk, d_push, dv = (x[n] for x in rest)
-            for i, momenta in enumerate(segment.sources[n]):
-                grads = StepGradients(reads[n][i], last[n], g_weights[i])
-                out = pushed[i], of_steps[0, i], of_steps[1, i]
+            for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):
+                grads = StepGradients(reads[n][group.start], last[n], g_weights[group.start])
+                out = pushed[group.start], of_steps[0, group], of_steps[1, group]
                 momentum_steps_backward(
                     momenta, s.size, self.plan.steps, self.plan.coefficients, grads, *out
                 )
@@ -233,7 +269,7 @@ class MuonBackward(Backward):
 
     def _through_factors(self, segment: Segment, n: int, pushes, dk, dv, d_push, meeting: Meeting):
         plan, t, k, z = self.plan, self.tables, segment.k[n], self.plan.rows_and_heads
-        number = (len(segment.k) - 1 - n) * segment.meetings + 1
+        number = (len(segment.k) - 1 - n) * (2 if plan.sizes.tail else 1) + 1
         d_anchor = self.g_anchor if segment.own else self.g_weights
         launch(
             factors_backward_kernel, (z * plan.sizes.team,),
@@ -241,7 +277,7 @@ class MuonBackward(Backward):
             *segment.factors[n], pushes, segment.mixed[n].push, dk, dv, d_push,
             self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
             *meeting, number, z, plan.sizes.heads,
-            warps=backward_warps(plan.sizes), **segment.constants,
+            **backward_room(plan), **segment.constants,
         )  # fmt: skip
 
     def _leave(self, part: slice, sums: Sums) -> None:
@@ -260,4 +296,4 @@ class MuonBackward(Backward):
         self.dk[part] = sums.dk.sum(1)
 
 
-MUON = Way(write, MuonBackward)
+MUON = Way(write, MuonBackward, keeps_steps=True)

@@ -20,11 +20,15 @@ from atlas_lm.ops import newton_schulz as plain
 from atlas_lm.ops.kernels import on_chip
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.triton import newton_schulz_kernels as kernels
-from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.launch import launch, processors
 from atlas_lm.shapes import Product
 
 Schedule = tuple[tuple[float, float, float], ...]
 
+BLOCK = 64
+"""Columns of a matrix that are multiplied at once."""
+REGISTERS = 2**16
+"""Of a processor."""
 INTERPRETED = not isinstance(kernels.forward, triton.JITFunction)
 
 
@@ -42,17 +46,17 @@ def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: str = "muon") ->
 
 
 class Momenta(NamedTuple):
-    """What the momenta of one matrix at the stride points of a piece are made of.
+    """What the momenta at the stride points of a piece are made of, for matrices of one size.
 
     S_s = kept_s S + sum_i share_si u_i x_i^T for z memories and m stride points.
     """
 
     entering: Tensor
-    """S, float32, `[z size]` from its first element on: one of the matrices of z memories."""
-    u: Tensor
-    """`[z p r]`, in the type of the products."""
-    x: Tensor
-    """`[z p c]`"""
+    """S, float32, `[z size]` from the first element of the first matrix on."""
+    factors: tuple[tuple[Tensor, Tensor], ...]
+    """u `[z p r]` and x `[z p c]` of each matrix, in the type of the products."""
+    places: tuple[int, ...]
+    """Where each matrix begins, counted from the first."""
     share: Tensor
     """`[z m p]`, float32."""
     kept: Tensor
@@ -60,19 +64,19 @@ class Momenta(NamedTuple):
 
 
 def momentum_steps(momenta: Momenta, size: int, steps: int, coefficients: str, out: Tensor) -> None:
-    """NS(S_s) `[r c]` of every stride point into out, `[z m size]` from the matrix's place on."""
-    short, long, sizes, constants, warps = _momenta(momenta, steps, coefficients)
+    """NS(S_s) `[r c]` of every stride point into out, `[z m size]` from the first matrix on."""
     kept = momenta.kept
     if kept.numel():
+        factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
         launch(
-            kernels.momentum_forward, (kept.numel(),), momenta.entering, short, long,
-            momenta.share, kept, out, kept.shape[1],
-            warps=warps[0], SIZE=size, **sizes, **constants,
+            kernels.momentum_forward, (kept.numel() * len(momenta.places),), momenta.entering,
+            *factors, momenta.share, kept, out, kept.shape[1],
+            warps=warps, registers=_registers(constants), **constants,
         )  # fmt: skip
 
 
 class StepGradients(NamedTuple):
-    """Gradients of the steps, each `[.. size]` from the matrix's place on."""
+    """Gradients of the steps, each `[.. size]` from the first matrix on."""
 
     reads: Tensor
     """`[z m size]`, like u: what reading gives every step."""
@@ -92,20 +96,22 @@ def momentum_steps_backward(
     out_grad_last: Tensor,
     out_grad_kept: Tensor,
 ) -> None:
-    """Gradients of the momenta, `[z m+1 size]` like u (the last left as it is), of last and kept.
+    """Gradients of the momenta, `[z m+1 size]` like u (the last left as it is), of last and kept,
+    by each of the matrices, `[matrices z m]`.
 
     The gradient of a step is reads + last * weights.
     """
-    short, long, sizes, constants, warps = _momenta(momenta, steps, coefficients)
-    kept, u = momenta.kept, momenta.u
+    kept = momenta.kept
     if kept.numel():
-        programs = _programs(kept.numel(), u.device, warps[1])
-        scratch = _scratch(programs, u, constants)
+        factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
+        count, registers = kept.numel(), _registers(constants)
+        programs = _programs(count * len(momenta.places), kept.device, warps, registers)
+        scratch = _scratch(programs, factors[0], constants)
         launch(
-            kernels.momentum_backward, (programs,), momenta.entering, short, long, momenta.share,
+            kernels.momentum_backward, (programs,), momenta.entering, *factors, momenta.share,
             kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
-            out_grad_kept, scratch, kept.shape[1], kept.numel(),
-            warps=warps[1], SIZE=size, RELOAD=_reloads(constants), **sizes, **constants,
+            out_grad_kept, scratch, kept.shape[1], count,
+            warps=warps, registers=registers, ROOM=_room(constants), **constants,
         )  # fmt: skip
 
 
@@ -121,7 +127,7 @@ class _NewtonSchulz(torch.autograd.Function):
         if matrix.numel():
             with torch.cuda.device_of(matrix):
                 kernels.forward[(matrix.shape[0],)](
-                    matrix, out, **constants, num_warps=warps[0], num_stages=1
+                    matrix, out, **constants, num_warps=warps, num_stages=1
                 )
         return out
 
@@ -132,12 +138,13 @@ class _NewtonSchulz(torch.autograd.Function):
         grad_matrix = torch.empty_like(matrix)
         constants, warps = _constants(matrix.shape[1], matrix.shape[2], matrix.dtype, ctx.schedule)
         if matrix.numel():
-            programs = _programs(matrix.shape[0], matrix.device, warps[1])
+            room, registers = _room(constants), _registers(constants)
+            programs = _programs(matrix.shape[0], matrix.device, warps, registers)
             scratch = _scratch(programs, matrix, constants)
             with torch.cuda.device_of(matrix):
                 kernels.backward[(programs,)](
-                    matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0],
-                    **constants, RELOAD=_reloads(constants), num_warps=warps[1], num_stages=1,
+                    matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0], ROOM=room,
+                    **constants, num_warps=warps, maxnreg=registers, num_stages=1,
                 )  # fmt: skip
         return grad_matrix, None
 
@@ -158,101 +165,144 @@ def _schedule(steps: int, coefficients: str) -> Schedule:
     return tuple(table[min(i, len(table) - 1)] for i in range(steps))
 
 
-def _blocks(rows: int, columns: int) -> tuple[int, int]:
-    """Short and long side, padded."""
-    pad = [max(16, triton.next_power_of_2(n)) for n in (rows, columns)]
-    return min(pad), max(pad)
+def _blocks(rows: int, columns: int) -> tuple[int, int, int]:
+    """Rows of the short side and columns of a block, padded; blocks that the long side takes."""
+    short, long = (max(16, triton.next_power_of_2(f(rows, columns))) for f in (min, max))
+    width = min(long, max(short, BLOCK))
+    return short, width, triton.cdiv(max(rows, columns), width)
 
 
 @cache
 def _constants(rows: int, columns: int, dtype: torch.dtype, schedule: Schedule):
-    """What a kernel is compiled for, and its warps forward and backward."""
-    short, long = _blocks(rows, columns)
-    area = short * long
+    """What a kernel is compiled for, and its warps: four share 64 rows of a product, and of more
+    half would do again what the others do."""
+    short, width, blocks = _blocks(rows, columns)
+    area = short * width * blocks
     constants = {
         "SCHEDULE": schedule,
         "ROWS": min(rows, columns),
         "COLUMNS": max(rows, columns),
         "TALL": rows > columns,
         "BR": short,
-        "BC": long,
+        "BC": width,
+        "NB": blocks,
         "DOT": tl.float32 if dtype == torch.float32 else tl.bfloat16,
     }
     if area <= 32 * 64:
-        return constants, (1, 1)
-    return constants, (8 if short >= 128 else 4, 8 if area > 64 * 128 else 4)
+        return constants, 1
+    return constants, 8 if short >= 128 else 4
 
 
-def _momenta(momenta: Momenta, steps: int, coefficients: str):
-    """Factors of the short and of the long side, and what the kernels are compiled for."""
-    u, x = momenta.u, momenta.x
-    rows, columns = u.shape[-1], x.shape[-1]
-    constants, warps = _constants(rows, columns, u.dtype, _schedule(steps, coefficients))
-    short, long = (x, u) if rows > columns else (u, x)
-    return short, long, _pairs(u.shape[1]), constants, warps
+def _of_momenta(momenta: Momenta, size: int, schedule: Schedule):
+    """Factors of the short and of the long sides, what the kernels are compiled for, and warps."""
+    shapes = tuple((u.shape[-1], x.shape[-1]) for u, x in momenta.factors)
+    ordered = [(x, u) if u.shape[-1] > x.shape[-1] else (u, x) for u, x in momenta.factors]
+    factors = [side for pair in (*ordered, *ordered[:1] * (3 - len(ordered))) for side in pair]
+    u = momenta.factors[0][0]
+    constants, warps = _momentum_constants(
+        shapes, momenta.places, size, u.shape[1], u.dtype, schedule
+    )
+    return factors, constants, warps
 
 
 @cache
-def _pairs(pairs: int) -> dict[str, int]:
-    return {"PAIRS": pairs, "TAIL": max(16, triton.next_power_of_2(pairs % 64))}
+def _momentum_constants(
+    shapes: tuple[tuple[int, int], ...],
+    places: tuple[int, ...],
+    size: int,
+    pairs: int,
+    dtype: torch.dtype,
+    schedule: Schedule,
+):
+    """What kernels for matrices `[rows columns]` of one size are compiled for, and their warps."""
+    constants, warps = _constants(*shapes[0], dtype, schedule)
+    constants = constants | {
+        "SIZE": size,
+        "PLACES": places,
+        "TALLS": tuple(rows > columns for rows, columns in shapes),
+        "PAIRS": pairs,
+        "TAIL": max(16, triton.next_power_of_2(pairs % 64)),
+    }
+    return {name: value for name, value in constants.items() if name != "TALL"}, warps
+
+
+def _registers(constants: dict) -> int | None:
+    """The most a thread may have: one block of 64 rows needs little more than half of what there
+    is, so that four programs have room on a processor."""
+    return 128 if constants["BR"] == constants["BC"] == 64 and constants["NB"] == 1 else None
 
 
 @cache
-def _programs(count: int, device: torch.device, warps: int) -> int:
-    """As many as there is room for: each has its own scratch, which should stay in the cache."""
+def _programs(count: int, device: torch.device, warps: int, registers: int | None) -> int:
+    """As many as have room at once, by their registers: each has its own scratch, which should stay
+    in the cache."""
     if device.type != "cuda":
         return min(count, 2)
-    return min(count, torch.cuda.get_device_properties(device).multi_processor_count * 16 // warps)
+    return min(count, processors(device) * (REGISTERS // (32 * warps * (registers or 255))))
+
+
+def _room(constants: dict) -> int:
+    """Elements of scratch that an iterate takes, with its squares where they are kept."""
+    blocks, rows, columns = (constants[n] for n in ("NB", "BR", "BC"))
+    return blocks * rows * columns + (2 * rows * rows if blocks > 1 else 0)
 
 
 def _scratch(programs: int, like: Tensor, constants: dict) -> Tensor:
     dtype = torch.float32 if constants["DOT"] == tl.float32 else torch.bfloat16
-    size = (programs, len(constants["SCHEDULE"]), constants["BR"], constants["BC"])
+    size = programs, len(constants["SCHEDULE"]), _room(constants)
     return torch.empty(size, dtype=dtype, device=like.device)
 
 
-def _reloads(constants: dict) -> bool:
-    return constants["BR"] >= 128
-
-
-def _compilation(name: str, rows: int, columns: int, pairs: int | None) -> dict:
+def _compilation(name: str, rows: int, columns: int) -> dict:
     """A compilation ahead of time, in bfloat16, of the kernel `name` for one size of matrix."""
-    schedule = _schedule(5, "muon")
-    constants, warps = _constants(rows, columns, torch.bfloat16, schedule)
-    back = "backward" in name
-    if pairs is not None:
-        constants = constants | _pairs(pairs) | {"SIZE": rows * columns}
-    if back:
-        constants = constants | {"RELOAD": _reloads(constants)}
+    constants, warps = _constants(rows, columns, torch.bfloat16, _schedule(5, "muon"))
+    if name == "backward":
+        constants = constants | {"ROOM": _room(constants)}
+    registers = _registers(constants) if name == "backward" else None
+    return _listed(name, f"{rows}x{columns}", constants, warps, registers)
+
+
+def _momentum_compilation(name: str, *shapes: tuple[int, int], pairs: int) -> dict:
+    """The same from momenta, for matrices of one size, one after the other in a memory."""
+    rows, columns = shapes[0]
+    places = tuple(rows * columns * n for n in range(len(shapes)))
+    constants, warps = _momentum_constants(
+        shapes, places, rows * columns * len(shapes), pairs, torch.bfloat16, _schedule(5, "muon")
+    )
+    if name == "momentum_backward":
+        constants = constants | {"ROOM": _room(constants)}
+    label = " and ".join(f"{rows}x{columns}" for rows, columns in shapes)
+    return _listed(name, f"{label} {pairs} pairs", constants, warps, _registers(constants))
+
+
+def _listed(name: str, label: str, constants: dict, warps: int, registers: int | None) -> dict:
     fn = getattr(kernels, name)
     wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
-    types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(
-        ("points", "count", "size"), "i32"
-    )
+    types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(("points", "count"), "i32")
     types |= dict.fromkeys(wide, "*fp32")
-    signature = {argument: types.get(argument, "*bf16") for argument in fn.arg_names}
-    label = f"newton_schulz.{name} {rows}x{columns}" + (f" {pairs} pairs" if pairs else "")
     return {
-        "name": label,
+        "name": f"newton_schulz.{name} {label}",
         "fn": fn,
-        "signature": signature,
+        "signature": {argument: types.get(argument, "*bf16") for argument in fn.arg_names},
         "constexprs": constants,
-        "num_warps": warps[back],
+        "num_warps": warps,
         "num_stages": 1,
+        "registers": registers,
     }
 
 
 _SIZES = ((64, 64), (64, 256), (256, 64), (64, 153), (32, 32), (16, 64), (128, 128))
+_MOMENTA = (*((size,) for size in _SIZES), ((64, 256), (256, 64)), ((64, 64), (64, 64)))
 
 KERNELS = [
-    *(_compilation(name, *size, None) for size in _SIZES for name in ("forward", "backward")),
+    *(_compilation(name, *size) for size in _SIZES for name in ("forward", "backward")),
     *(
-        _compilation(f"momentum_{way}", *size, 64)
-        for size in _SIZES
+        _momentum_compilation(f"momentum_{way}", *shapes, pairs=64)
+        for shapes in _MOMENTA
         for way in ("forward", "backward")
     ),
     *(
-        _compilation(f"momentum_{way}", *size, 79)
+        _momentum_compilation(f"momentum_{way}", size, pairs=79)
         for size in ((64, 64), (64, 153))
         for way in ("forward", "backward")
     ),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.launch import launch, processors
 from atlas_lm.ops.triton.layout import DOTS, monomials
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
@@ -17,6 +17,8 @@ from atlas_lm.ops.triton.sizes import Sizes
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
+KEPT = 2**29
+"""Bytes of muon's steps that are kept from forward to backward, instead of made again."""
 
 
 class Mixed(NamedTuple):
@@ -63,6 +65,10 @@ class Plan:
     """Pieces with a mark in any row: known without asking a GPU."""
     own: bool
     """The first piece is in the middle of a chunk, and brings its anchor along."""
+    writing: Sizes
+    """The same for the programs that write forward, which may be more."""
+    graded: bool
+    """A backward may come."""
     steps: int = 0
     coefficients: str = "muon"
 
@@ -136,8 +142,18 @@ class Written(NamedTuple):
 
 def constants(plan: Plan, like: Tensor) -> dict[str, Any]:
     """How all kernels of memories are compiled."""
-    s = plan.sizes
-    return {"S": s._replace(heads=0), "DOT": DOTS[like.dtype], "wgmma": takes_wgmma(s)}
+    return compiled_for(plan.sizes, like)
+
+
+def writing_constants(plan: Plan, like: Tensor) -> dict[str, Any]:
+    """How those that write forward are compiled and launched."""
+    more = plan.writing.team > plan.sizes.team
+    return compiled_for(plan.writing, like) | {"registers": HALF if more else None}
+
+
+def compiled_for(sizes: Sizes, like: Tensor) -> dict[str, Any]:
+    options = {"DOT": DOTS[like.dtype], "wgmma": takes_wgmma(sizes)}
+    return options | {"S": sizes._replace(heads=0)}
 
 
 def takes_wgmma(sizes: Sizes) -> bool:
@@ -154,18 +170,31 @@ def backward_warps(sizes: Sizes) -> int:
     return 8 if sizes.network != 0 and sizes.features == sizes.d_k else 4
 
 
+HALF = 128
+"""Registers of a thread that leave room for sixteen warps on a processor."""
+
+
+def backward_room(plan: Plan) -> dict[str, int | None]:
+    """How the gradients of writing are launched. They mostly wait, for the memory and for each
+    other: where there are more programs than processors, two share one, though more spills."""
+    warps, programs = backward_warps(plan.sizes), plan.rows_and_heads * plan.sizes.team
+    many = warps == 8 and programs > processors(plan.marks.device)
+    return {"warps": warps, "registers": HALF if many else None}
+
+
 class Meeting(NamedTuple):
-    """Where the programs that write a memory together meet (`team`)."""
+    """Where the programs that write a memory together meet (`team`); two places a memory, for
+    kernels in which two teams write it."""
 
     room: Tensor
     arrived: Tensor
 
     @classmethod
-    def of(cls, plan: Plan) -> Meeting:
-        s, z, device = plan.sizes, plan.rows_and_heads, plan.marks.device
+    def of(cls, plan: Plan, sizes: Sizes) -> Meeting:
+        s, z, device = sizes, plan.rows_and_heads, plan.marks.device
         rooms = 4 * s.team * s.pairs * s.d_v if s.team > 1 and s.network != 0 else 0
-        arrived = torch.zeros(z, dtype=torch.int32, device=device)
-        return cls(torch.empty(z, rooms, device=device), arrived)
+        arrived = torch.zeros(2 * z, dtype=torch.int32, device=device)
+        return cls(torch.empty(2 * z, rooms, device=device), arrived)
 
 
 def either(x: Tensor | None, other: Tensor) -> Tensor:
@@ -286,8 +315,9 @@ def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
 class Run(torch.autograd.Function):
     """Pieces `[n z . .]` through memories `[z size]`, everything flat and contiguous.
 
-    A segment at a time: written, then read. Only the state at the beginning of a segment is kept;
-    the backward writes the segment again from it. `way`: how an optimiser writes, both ways.
+    A segment at a time: written, then read. Only the state at the beginning of a segment is kept,
+    and some of muon's steps; the backward writes the segment again from it. `way`: how an optimiser
+    writes, both ways.
     """
 
     @staticmethod
@@ -299,11 +329,14 @@ class Run(torch.autograd.Function):
         branch = torch.empty(y.shape if plan.sizes.norm else (1,), device=q.device)
         carry = [weights.clone(), None if momentum is None else momentum.clone(), weights.clone()]
         rounded = None if anchor is None else anchor.to(k.dtype)
-        checkpoints = []
+        checkpoints, left = [], KEPT if plan.graded else 0
         for part in plan.segments(k.dtype):
-            checkpoints.append([None if x is None else x.clone() for x in carry[:2]])
+            checkpoint = [None if x is None else x.clone() for x in carry[:2]]
             here = mixed.at(part)
             written = way.write(plan, k, v, here, tables, part, carry, rounded, initial)
+            left -= written.terms.nbytes
+            kept = way.keeps_steps and left >= 0
+            checkpoints.append([*checkpoint, written.terms if kept else None])
             out = branch[part] if plan.sizes.norm else branch
             read(plan, q[part], k[part], here, tables, written, y[part], out)
         ctx.way, ctx.plan, ctx.checkpoints, ctx.tables = way, plan, checkpoints, tables
@@ -329,3 +362,5 @@ class Way(NamedTuple):
 
     write: Any
     backward: type[Backward]
+    keeps_steps: bool
+    """Whether the terms of a segment are worth keeping: they took longest to make."""
