@@ -28,21 +28,15 @@ def pulled(
     u, x, du, dx, d_pulls, pushes, pulls, rows, outs, ins, height,
     OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back through sum_i pull_i u_i x_i^T for every push: adds to du, dx and d_pulls.
-
-    The next push is on its way while this one is multiplied.
-    """
+    """Back through sum_i pull_i u_i x_i^T for every push: adds to du, dx and d_pulls."""
     PULLS: tl.constexpr = S.pulls
-    push = tile(pushes, outs, ins, OUT, WIDTH)
     for j in range(PULLS):
         weight = tl.load(pulls + j * S.pairs + rows, mask=rows < height, other=0.0)
-        there = tl.where(j + 1 < PULLS, OUT, 0)
-        following = tile(pushes + (j + 1) * S.size, outs, ins, there, WIDTH)
+        push = tile(pushes + j * S.size, outs, ins, OUT, WIDTH)
         back = dot(u, push, DOT)
         dx += weight[:, None] * back
         d_pulls += only(tl.sum(x * back, 1), j, S.block_pulls)
         du += dot(weight[:, None] * x, tl.trans(push), DOT)
-        push = following
     return du, dx, d_pulls
 
 
