@@ -108,7 +108,6 @@ CASES = {
 
 ADDITIVE = write_kernel, write_backward_kernel
 MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
-WRITES = write_kernel, factors_kernel
 WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
@@ -167,7 +166,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         num_warps=warps,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
-        registers=HALF if warps == 8 or (fn in WRITES and sizes.team > 1) else None,
+        registers=HALF if warps == 8 or (fn is factors_kernel and sizes.team > 1) else None,
     )
 
 
