@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_lm import RULES, MemoryState, Rule, init_memory
+from atlas_lm import RULES, MemoryState, Rule
 from atlas_lm.testing import Example, example
 from atlas_lm.testing.kernels import check_kernels
 
 pytest.importorskip("triton")
 
 from atlas_lm.ops.triton import memorize, muon, reads
-from atlas_lm.ops.triton.layout import sizes_of
-from atlas_lm.ops.triton.sizes import more_writers, team_for
+from atlas_lm.ops.triton.sizes import team_for
 
 CLOSE, FAR = 2e-4, 2e-3
 """Errors, of the norm: what is allowed, and the most where plain float32 has lost digits already:
@@ -458,16 +457,3 @@ def test_deep_memories_by_a_team(name, team, monkeypatch):
 )
 def test_how_large_a_team_is(outs, least, memories, processors, team):
     assert team_for(outs, least, memories, processors) == team
-
-
-@pytest.mark.parametrize(
-    ("rule", "memories", "team"),
-    [(ATLAS, 128, 4), (ATLAS, 64, 2), (ATLAS, 160, 2), (TITANS, 128, 2)],
-)
-def test_how_many_write_forward(rule, memories, team):
-    """Four a processor have room, of 132; what momentum does takes more registers."""
-    rule = replace(rule, features="identity")
-    weights = init_memory(rule, 1, 8, 8, 256)
-    sizes = sizes_of(rule, weights, 8, 8, rule.chunk, 1, team=2)
-    found = more_writers(sizes, memories, 132)
-    assert (found.team, found.share * found.team) == (team, 256)

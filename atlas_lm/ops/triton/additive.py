@@ -21,7 +21,6 @@ from atlas_lm.ops.triton.reads import (
     backward_room,
     constants,
     either,
-    writing_constants,
 )
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -63,14 +62,13 @@ def written_segment(
     factors = Factors.room(k.shape[0], plan, k)
     own = plan.own and part.start == 0
     launch(
-        write_kernel, (plan.rows_and_heads * plan.writing.team,),
+        write_kernel, (plan.rows_and_heads * plan.sizes.team,),
         k, v, mixed.share, either(mixed.push, mixed.kept), mixed.kept,
         either(mixed.steps, mixed.kept), either(mixed.push_kept, mixed.kept),
         plan.marks[part.start :], all_weights, momenta, states, entered,
         anchor if own else states, initial, anchors, t.gain, t.residual, *factors,
-        t.left, t.right, t.scale, *Meeting.of(plan, plan.writing), k.shape[0],
-        len(plan.marks) - part.start, plan.rows_and_heads, plan.sizes.heads,
-        OWN=own, KEEP=keep, **writing_constants(plan, k),
+        t.left, t.right, t.scale, *Meeting.of(plan), k.shape[0], len(plan.marks) - part.start,
+        plan.rows_and_heads, plan.sizes.heads, OWN=own, KEEP=keep, **constants(plan, k),
     )  # fmt: skip
     return Segment(all_weights, momenta, states, entered, factors)
 
@@ -132,7 +130,7 @@ class AdditiveBackward(Backward):
             t.gain, t.residual, *segment.factors, t.left, t.right, t.scale,
             found.states, found.terms, *found.factors, self.g_weights, self.g_momentum,
             self.g_initial, self.g_anchors, self.pushes, found.dk, self.dv[part], d_pulls, d_last,
-            self.d_gain_write, self.d_degrees_write, self.scratch, *Meeting.of(plan, plan.sizes),
+            self.d_gain_write, self.d_degrees_write, self.scratch, *Meeting.of(plan),
             k.shape[0], plan.rows_and_heads, plan.sizes.heads,
             OWN=own, **backward_room(plan), **constants(plan, k),
         )  # fmt: skip

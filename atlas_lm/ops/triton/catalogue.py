@@ -96,9 +96,6 @@ CASES = {
     "atlas, identity, stride 64": Case(
         rule=replace(RULES["atlas"], features="identity", stride=64), hidden=256
     ),
-    "atlas, identity, stride 64, by a team": Case(
-        rule=replace(RULES["atlas"], features="identity", stride=64), hidden=256, team=4
-    ),
     "atlas, degree 2, stride 16": Case(rule=replace(RULES["atlas"], stride=16), d_k=16, hidden=64),
     "atlas, identity, every token": Case(
         rule=replace(RULES["atlas"], features="identity"), hidden=64
@@ -166,7 +163,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         num_warps=warps,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
-        registers=HALF if warps == 8 or (fn is factors_kernel and sizes.team > 1) else None,
+        registers=HALF if warps == 8 else None,
     )
 
 

@@ -18,7 +18,7 @@ from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
 from atlas_lm.ops.triton.mixing import additive, stepping
 from atlas_lm.ops.triton.muon import MUON
 from atlas_lm.ops.triton.reads import Mixed, Plan, Run, Slow
-from atlas_lm.ops.triton.sizes import Sizes, more_writers, team_for
+from atlas_lm.ops.triton.sizes import Sizes, team_for
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Values, Weights
 
@@ -41,10 +41,9 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
     marks, marked = pieces.once(
         ("marks", q.shape[0], sizes.heads), lambda: marks_of(pieces, q.shape[0], sizes.heads)
     )
-    writing = writing_sizes(sizes, q)
     newton_schulz = rule.ns_steps, rule.ns_coefficients
     graded = torch.is_grad_enabled()
-    plan = Plan(sizes, marks, marked, begun.own, writing, graded, *newton_schulz)
+    plan = Plan(sizes, marks, marked, begun.own, graded, *newton_schulz)
     flat = [x.flatten(1, 2) for x in (inputs.q, inputs.k, inputs.v)]
     y, weights, momentum, kept = Run.apply(
         MUON if muon else ADDITIVE, plan, *flat, *mixed, *slow_of(outer, sizes),
@@ -76,13 +75,6 @@ def team_of(rule: Rule, weights: Weights, q: Tensor, d_v: int) -> int:
     if q.device.type != "cuda":
         return 1
     return team_for(weights["w2"].shape[-2], 32, memories, processors(q.device))
-
-
-def writing_sizes(sizes: Sizes, q: Tensor) -> Sizes:
-    """Of the programs that write forward."""
-    if q.device.type != "cuda":
-        return sizes
-    return more_writers(sizes, q.shape[0] * q.shape[2], processors(q.device))
 
 
 def additive_of(inputs: Inputs) -> Mixed:

@@ -34,7 +34,6 @@ from atlas_lm.ops.triton.reads import (
     Written,
     backward_room,
     constants,
-    writing_constants,
 )
 from atlas_lm.ops.triton.sizes import Sizes
 
@@ -79,8 +78,8 @@ class Segment:
     ):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
-        self.constants, self.meeting = constants(plan, k), Meeting.of(plan, plan.writing)
-        self.writing = writing_constants(plan, k)
+        self.constants, self.meeting = constants(plan, k), Meeting.of(plan)
+        self.meetings = 2 if s.tail else 1
         self.k, self.v = k[part].unbind(0), v[part].unbind(0)
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
@@ -129,10 +128,10 @@ class Segment:
         plan, s, t = self.plan, self.plan.sizes, self.tables
         z, factors, here = plan.rows_and_heads, self.factors[n], self.mixed[n]
         launch(
-            factors_kernel, (z * plan.writing.team, 2 if s.tail else 1),
+            factors_kernel, (z * s.team, 2 if s.tail and s.team == 1 else 1),
             self.k[n], self.v[n], self.anchors[n], t.gain, t.residual, *factors, self.phi[n],
-            t.left, t.right, t.scale, *self.meeting, n + 1, s.heads,
-            **self.writing,
+            t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
+            **self.constants,
         )  # fmt: skip
         if not self.stepped:
             self.step(n)
@@ -234,7 +233,7 @@ class MuonBackward(Backward):
         g_weights = from_place(self.g_weights[None], s)[0]
         reads, last = from_place(found.terms, s), here.steps[:, :, -1].contiguous().unbind(0)
         rest = [x.unbind(0) for x in (found.states, *sums, self.dv[part])]
-        meeting = Meeting.of(self.plan, self.plan.sizes)
+        meeting = Meeting.of(self.plan)
         for n in reversed(range(len(segment.k))):
             d_state, of_steps, of_carry, dk, d_push, dv = (x[n] for x in rest)
             for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):
@@ -269,7 +268,7 @@ class MuonBackward(Backward):
 
     def _through_factors(self, segment: Segment, n: int, pushes, dk, dv, d_push, meeting: Meeting):
         plan, t, k, z = self.plan, self.tables, segment.k[n], self.plan.rows_and_heads
-        number = (len(segment.k) - 1 - n) * (2 if plan.sizes.tail else 1) + 1
+        number = (len(segment.k) - 1 - n) * segment.meetings + 1
         d_anchor = self.g_anchor if segment.own else self.g_weights
         launch(
             factors_backward_kernel, (z * plan.sizes.team,),

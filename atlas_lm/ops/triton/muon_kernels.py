@@ -54,14 +54,13 @@ def factors_kernel(
     k, v, anchor, gain, residual, u1, h, u2, u3, phi, left, right, scale, room, arrived, meeting,
     heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one piece, one row and head a team, and another for those before it.
+    """The pairs of one piece, one row and head a team. `meeting`: its first in this launch.
 
-    `meeting`: of both in this launch, each in a place of its own.
+    Those before the piece have a program of their own where a memory has no more than one.
     """
     z = (tl.program_id(0) // S.team).to(tl.int64)
     member = tl.program_id(0) % S.team
-    place = tl.program_id(1) * (tl.num_programs(0) // S.team) + z
-    room, arrived = room + place * 4 * S.team * S.pairs * S.d_v, arrived + place
+    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
     head = z % heads
     pairs = z * S.pairs
     LENGTH: tl.constexpr = S.block_length
@@ -72,16 +71,18 @@ def factors_kernel(
     deep = pairs * S.hidden
     u1, h, u2, u3 = u1 + pairs * S.d_v, h + deep, u2 + deep, u3 + deep
     phi += pairs * S.pitch
-    if tl.program_id(1) == 0:
+    both: tl.constexpr = S.team > 1
+    if both or tl.program_id(1) == 0:
         some_factors(
             k, v, anchor, gain, residual, u1, h, u2, u3, phi, S.tail + tl.arange(0, LENGTH),
             S.pairs, left, right, scale, room, arrived, meeting, member, S, DOT,
         )  # fmt: skip
-    elif S.tail > 0:
-        some_factors(
-            k, v, anchor, gain, residual, u1, h, u2, u3, phi, tl.arange(0, TAIL), S.tail,
-            left, right, scale, room, arrived, meeting, member, S, DOT,
-        )  # fmt: skip
+    if S.tail > 0:
+        if both or tl.program_id(1) == 1:
+            some_factors(
+                k, v, anchor, gain, residual, u1, h, u2, u3, phi, tl.arange(0, TAIL), S.tail,
+                left, right, scale, room, arrived, meeting + 1, member, S, DOT,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -65,8 +65,6 @@ class Plan:
     """Pieces with a mark in any row: known without asking a GPU."""
     own: bool
     """The first piece is in the middle of a chunk, and brings its anchor along."""
-    writing: Sizes
-    """The same for the programs that write forward, which may be more."""
     graded: bool
     """A backward may come."""
     steps: int = 0
@@ -142,18 +140,8 @@ class Written(NamedTuple):
 
 def constants(plan: Plan, like: Tensor) -> dict[str, Any]:
     """How all kernels of memories are compiled."""
-    return compiled_for(plan.sizes, like)
-
-
-def writing_constants(plan: Plan, like: Tensor) -> dict[str, Any]:
-    """How those that write forward are compiled and launched."""
-    more = plan.writing.team > plan.sizes.team
-    return compiled_for(plan.writing, like) | {"registers": HALF if more else None}
-
-
-def compiled_for(sizes: Sizes, like: Tensor) -> dict[str, Any]:
-    options = {"DOT": DOTS[like.dtype], "wgmma": takes_wgmma(sizes)}
-    return options | {"S": sizes._replace(heads=0)}
+    s = plan.sizes
+    return {"S": s._replace(heads=0), "DOT": DOTS[like.dtype], "wgmma": takes_wgmma(s)}
 
 
 def takes_wgmma(sizes: Sizes) -> bool:
@@ -171,7 +159,7 @@ def backward_warps(sizes: Sizes) -> int:
 
 
 HALF = 128
-"""Registers of a thread that leave room for sixteen warps on a processor."""
+"""Registers of a thread that leave room for two programs of eight warps on a processor."""
 
 
 def backward_room(plan: Plan) -> dict[str, int | None]:
@@ -183,18 +171,17 @@ def backward_room(plan: Plan) -> dict[str, int | None]:
 
 
 class Meeting(NamedTuple):
-    """Where the programs that write a memory together meet (`team`); two places a memory, for
-    kernels in which two teams write it."""
+    """Where the programs that write a memory together meet (`team`)."""
 
     room: Tensor
     arrived: Tensor
 
     @classmethod
-    def of(cls, plan: Plan, sizes: Sizes) -> Meeting:
-        s, z, device = sizes, plan.rows_and_heads, plan.marks.device
+    def of(cls, plan: Plan) -> Meeting:
+        s, z, device = plan.sizes, plan.rows_and_heads, plan.marks.device
         rooms = 4 * s.team * s.pairs * s.d_v if s.team > 1 and s.network != 0 else 0
-        arrived = torch.zeros(2 * z, dtype=torch.int32, device=device)
-        return cls(torch.empty(2 * z, rooms, device=device), arrived)
+        arrived = torch.zeros(z, dtype=torch.int32, device=device)
+        return cls(torch.empty(z, rooms, device=device), arrived)
 
 
 def either(x: Tensor | None, other: Tensor) -> Tensor:

@@ -84,15 +84,4 @@ def team_for(outs: int, least: int, memories: int, processors: int) -> int:
     return 1
 
 
-def more_writers(sizes: Sizes, memories: int, processors: int) -> Sizes:
-    """Forward, muon's factors need no more than half the registers: where four programs then have
-    room on a processor, twice as many share a memory, each with whole blocks of its hidden layer.
-    """
-    deep = sizes.network != LINEAR and sizes.features == sizes.d_k and not sizes.written
-    whole = sizes.share % (2 * sizes.block_share) == 0
-    if deep and whole and 2 * processors < 2 * sizes.team * memories <= 4 * processors:
-        return sizes._replace(team=2 * sizes.team, share=sizes.share // 2)
-    return sizes
-
-
 MUCH = 128
