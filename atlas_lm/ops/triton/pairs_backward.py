@@ -142,8 +142,7 @@ def through_second_layer(
     k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
     degrees, rows, vs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back to u1 from everything made of it; writes what is known of h, z and the value, or where
-    there is none the slope of gelu at z.
+    """Back to u1 from everything made of it; writes what is known of h, z and the value.
 
     Of one member's share of the hidden layer, as is what comes back.
     """
@@ -177,16 +176,13 @@ def through_second_layer(
         )  # fmt: skip
         z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
         back = dot(u, w1, DOT)
-        slope = gelu_slope(z)
-        d_back = of_u2 * slope
+        d_back = of_u2 * gelu_slope(z)
         dz = of_u2 * back * gelu_bend(z)
-        if S.network == 1:
-            put(scratch + 3 * ROOM, slope, rows, hs, height, S.hidden)
-        else:
+        if S.network == 2:
             value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
             put(scratch + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
             d_back = d_back * value + of_u3 * gelu(z)
-            dz = dz * value + of_u3 * back * slope
+            dz = dz * value + of_u3 * back * gelu_slope(z)
         put(scratch, dx, rows, hs, height, S.hidden)
         put(scratch + ROOM, dz, rows, hs, height, S.hidden)
         d_back = through_memory(scratch + 2 * ROOM, d_back, rows, hs, height, S.hidden)
@@ -208,17 +204,14 @@ def through_hidden(
     d_back = tile(scratch + 2 * ROOM, rows, hs, height, S.hidden)
     grad = dot(tl.trans(tile(u1, rows, vs, height, S.d_v)), d_back, DOT)
     grad += dot(tl.trans(do), tile(h, rows, hs, height, S.hidden), DOT)
+    z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
     dz = tile(scratch + ROOM, rows, hs, height, S.hidden)
     d_value = dz
-    if S.network == 1:
-        slope = tile(scratch + 3 * ROOM, rows, hs, height, S.hidden)
-    else:
-        z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
-        slope = gelu_slope(z)
+    if S.network == 2:
         value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
         d_value = tile(scratch + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
         dx *= value
-    dz += dx * slope
+    dz += dx * gelu_slope(z)
     dz = through_memory(scratch + ROOM, dz, rows, hs, height, S.hidden)
     if S.network == 2:
         d_value = through_memory(scratch + 3 * ROOM, d_value, rows, hs, height, S.hidden)

@@ -143,8 +143,8 @@ def deep_backward(
         dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale,
         room, arrived, meeting, member, S, DOT,
     )  # fmt: skip
-    b0, c0 = tl.zeros((V,), tl.float32), tl.zeros((F,), tl.float32)
-    b1, b2, c1, c2 = b0, b0, c0, c0
+    c0 = tl.zeros((F,), tl.float32)
+    c1, c2, b0, b1, b2 = c0, c0, 0.0, 0.0, 0.0
     tl.debug_barrier()
     for start in range(0, SHARE, F):
         hs = member * SHARE + start + tl.arange(0, F)
@@ -162,7 +162,7 @@ def deep_backward(
             d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
             S.d_v, S.hidden, OWN, S,
         )  # fmt: skip
-        b0, b1, b2 = b0 + a0, b1 + a1, b2 + a2
+        b0, b1, b2 = b0 + tl.sum(a0), b1 + tl.sum(a1), b2 + tl.sum(a2)
         grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
             dz, dz_past, k, anchor + W2, g_weights + W2, g_momentum + W2, g_initial + W2,
             g_anchors + W2, pushes + W2, weights + W2, momenta + W2, d_state + W2, d_entered + W2,
@@ -178,7 +178,6 @@ def deep_backward(
                 S.hidden, OWN, S, DOT,
             )  # fmt: skip
     leave_keys(grad_k, grad_past, dk, mine, past, ks, S)
-    b0, b1, b2 = tl.sum(b0), tl.sum(b1), tl.sum(b2)
     return b0 + tl.sum(c0), b1 + tl.sum(c1), b2 + tl.sum(c2), degrees
 
 
