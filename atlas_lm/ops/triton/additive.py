@@ -18,7 +18,7 @@ from atlas_lm.ops.triton.reads import (
     Tables,
     Way,
     Written,
-    backward_room,
+    backward_warps,
     constants,
     either,
 )
@@ -132,7 +132,7 @@ class AdditiveBackward(Backward):
             self.g_initial, self.g_anchors, self.pushes, found.dk, self.dv[part], d_pulls, d_last,
             self.d_gain_write, self.d_degrees_write, self.scratch, *Meeting.of(plan),
             k.shape[0], plan.rows_and_heads, plan.sizes.heads,
-            OWN=own, **backward_room(plan), **constants(plan, k),
+            warps=backward_warps(plan.sizes), OWN=own, **constants(plan, k),
         )  # fmt: skip
         self.dk[part] = found.dk.sum(0)
         d_pulls, d_last = d_pulls.sum(0), d_last.sum(0)

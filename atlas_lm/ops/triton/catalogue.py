@@ -34,7 +34,7 @@ from atlas_lm.ops.triton.muon_kernels import (
 )
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
-from atlas_lm.ops.triton.reads import HALF, backward_warps, takes_wgmma
+from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
 from atlas_lm.ops.triton.sizes import Sizes
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -153,17 +153,15 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
             return "*i32"
         return "*bf16" if argument in ROUNDED else "*fp32"
 
-    warps = backward_warps(sizes) if fn in WRITES_BACKWARD else 4
     return Compilation(
         name=f"{fn.__name__} of {name}",
         family=module_of(fn),
         fn=fn,
         signature={argument: kind(argument) for argument in fn.arg_names},
         constexprs=constants,
-        num_warps=warps,
+        num_warps=backward_warps(sizes) if fn in WRITES_BACKWARD else 4,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
-        registers=HALF if warps == 8 else None,
     )
 
 

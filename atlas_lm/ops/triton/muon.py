@@ -32,7 +32,7 @@ from atlas_lm.ops.triton.reads import (
     Tables,
     Way,
     Written,
-    backward_room,
+    backward_warps,
     constants,
 )
 from atlas_lm.ops.triton.sizes import Sizes
@@ -276,7 +276,7 @@ class MuonBackward(Backward):
             *segment.factors[n], pushes, segment.mixed[n].push, dk, dv, d_push,
             self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
             *meeting, number, z, plan.sizes.heads,
-            **backward_room(plan), **segment.constants,
+            warps=backward_warps(plan.sizes), **segment.constants,
         )  # fmt: skip
 
     def _leave(self, part: slice, sums: Sums) -> None:

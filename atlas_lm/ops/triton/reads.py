@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import launch, processors
+from atlas_lm.ops.triton.launch import launch
 from atlas_lm.ops.triton.layout import DOTS, monomials
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
@@ -17,7 +17,7 @@ from atlas_lm.ops.triton.sizes import Sizes
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
-KEPT = 2**29
+KEPT = 3 * 2**27
 """Bytes of muon's steps that are kept from forward to backward, instead of made again."""
 
 
@@ -156,18 +156,6 @@ def backward_warps(sizes: Sizes) -> int:
     """Of the gradients of writing: eight halve the registers that spill, where no product's result
     goes into another one; polynomial features make it so."""
     return 8 if sizes.network != 0 and sizes.features == sizes.d_k else 4
-
-
-HALF = 128
-"""Registers of a thread that leave room for two programs of eight warps on a processor."""
-
-
-def backward_room(plan: Plan) -> dict[str, int | None]:
-    """How the gradients of writing are launched. They mostly wait, for the memory and for each
-    other: where there are more programs than processors, two share one, though more spills."""
-    warps, programs = backward_warps(plan.sizes), plan.rows_and_heads * plan.sizes.team
-    many = warps == 8 and programs > processors(plan.marks.device)
-    return {"warps": warps, "registers": HALF if many else None}
 
 
 class Meeting(NamedTuple):
