@@ -77,7 +77,7 @@ def factors_kernel(
             k, v, anchor, gain, residual, u1, h, u2, u3, phi, S.tail + tl.arange(0, LENGTH),
             S.pairs, left, right, scale, room, arrived, meeting, member, S, DOT,
         )  # fmt: skip
-    if S.tail > 0:
+    if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
         if both or tl.program_id(1) == 1:
             some_factors(
                 k, v, anchor, gain, residual, u1, h, u2, u3, phi, tl.arange(0, TAIL), S.tail,
