@@ -356,26 +356,11 @@ def backward(
 
 @triton.jit
 def _momentum_step(
-    entering,
-    short,
-    long,
-    share,
-    kept,
-    out,
-    index,
-    points,
-    SIZE: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TALL: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    NB: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    entering, short, long, share, kept, out, index, points, SIZE: tl.constexpr,
+    SCHEDULE: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TALL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    NB: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """NS of the momentum at stride point `index`."""
     s = _momentum(
         entering, short, long, share, kept, index, points, SIZE,
@@ -390,30 +375,11 @@ def _momentum_step(
 
 @triton.jit(do_not_specialize=["points"])
 def momentum_forward(
-    entering,
-    short_1,
-    long_1,
-    short_2,
-    long_2,
-    short_3,
-    long_3,
-    share,
-    kept,
-    out,
-    points,
-    SIZE: tl.constexpr,
-    PLACES: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TALLS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    NB: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    entering, short_1, long_1, short_2, long_2, short_3, long_3, share, kept, out, points,
+    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, PAIRS: tl.constexpr,
+    TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALLS: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, NB: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """NS of the momentum of one matrix at one stride point a program; neighbours read the same
     pairs.
 
@@ -432,33 +398,12 @@ def momentum_forward(
 
 @triton.jit
 def _momentum_gradient(
-    entering,
-    short,
-    long,
-    share,
-    kept,
-    grad_out,
-    last,
-    grad_weights,
-    grad_momentum,
-    grad_last,
-    grad_kept,
-    scratch,
-    index,
-    points,
-    SIZE: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TALL: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    NB: tl.constexpr,
-    DOT: tl.constexpr,
+    entering, short, long, share, kept, grad_out, last, grad_weights, grad_momentum, grad_last,
+    grad_kept, scratch, index, points, SIZE: tl.constexpr, SCHEDULE: tl.constexpr,
+    PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TALL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NB: tl.constexpr, DOT: tl.constexpr,
     ROOM: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of the momentum at stride point `index`, <grad_weights, NS(S)> and <dS, S>."""
     memory = index // points
     s = _momentum(
@@ -480,38 +425,12 @@ def _momentum_gradient(
 
 @triton.jit(do_not_specialize=["points", "count"])
 def momentum_backward(
-    entering,
-    short_1,
-    long_1,
-    short_2,
-    long_2,
-    short_3,
-    long_3,
-    share,
-    kept,
-    grad_out,
-    last,
-    grad_weights,
-    grad_momentum,
-    grad_last,
-    grad_kept,
-    scratch,
-    points,
-    count,
-    SIZE: tl.constexpr,
-    PLACES: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TALLS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    NB: tl.constexpr,
-    DOT: tl.constexpr,
-    ROOM: tl.constexpr,
-):
+    entering, short_1, long_1, short_2, long_2, short_3, long_3, share, kept, grad_out, last,
+    grad_weights, grad_momentum, grad_last, grad_kept, scratch, points, count, SIZE: tl.constexpr,
+    PLACES: tl.constexpr, SCHEDULE: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALLS: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr, NB: tl.constexpr, DOT: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
     """Gradients of the momenta at `count` stride points, <grad_weights, NS(S)> and <dS, S> of each,
     of the matrices at all PLACES (see `momentum_forward`).
 
