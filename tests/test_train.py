@@ -610,6 +610,20 @@ def test_text_with_carried_memories_goes_on_bit_for_bit(books, tmp_path):
     assert samples[0][0]["prompt"] == samples[0][2]["prompt"] != samples[0][1]["prompt"] != ""
 
 
+def test_excerpts_of_texts_go_on_bit_for_bit(books, tmp_path):
+    data = TextData(path=str(books), excerpts=True)
+    config = of_text(books, data=data, carry=False, batch=2, length=24, samples=0)
+    train(config, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(config, tmp_path / "killed", watch=[At(5, kill)])
+    train(config, tmp_path / "killed", resume=True)
+    for name, expected in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "killed")[name], expected), name
+    work = text_of(config).source(config, ALONE).next()
+    assert work.reset is None
+    assert torch.equal(work.tokens[:, 1:], work.targets[:, :-1])
+
+
 def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path):
     config = recall(schedule=Schedule(name="constant", warmup=2), checkpoint_every=0)
     train(config, tmp_path / "whole")

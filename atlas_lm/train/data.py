@@ -17,6 +17,9 @@ class TextData:
     """Folder of the prepared data."""
     valid: str | None = None
     """Folder of what is evaluated on; None: PATH/valid, if it is there."""
+    excerpts: bool = False
+    """Every row is of one document, from anywhere in it; ends of documents that fill no row are not
+    learned. For books, where steps are to be recorded (--graph)."""
 
 
 @dataclass(frozen=True, kw_only=True)
