@@ -16,6 +16,7 @@ from atlas_lm.tasks.rows import row_task
 from atlas_lm.train.data import (
     KINDS,
     Data,
+    HiddenData,
     PythonText,
     QuestionData,
     RecallData,
@@ -136,7 +137,7 @@ class TrainConfig:
             )
         if self.carry:
             self._check_carry()
-        if isinstance(self.data, StoryData) and (self.data.rows > 1 or self.data.pauses):
+        if isinstance(self.data, StoryData | HiddenData):
             self._check_rows(self.data)
         if self.graph:
             self._check_graph()
@@ -169,8 +170,10 @@ class TrainConfig:
                 "state has one size, or no --carry"
             )
 
-    def _check_rows(self, data: StoryData) -> None:
-        """Texts that go on over several steps."""
+    def _check_rows(self, data: StoryData | HiddenData) -> None:
+        """Texts that go on over several steps, or after others."""
+        if data.rows == 1 and not data.pauses:
+            return
         left = self.steps - data.growing_steps(self.steps)
         if left % data.rows:
             raise ValueError(

@@ -55,7 +55,7 @@ class RecordedGradients(Gradients):
     def add(self, work: Work) -> tuple[Tensor, list[ModelState | None]]:
         """Gradients of these rows, in place of those there are."""
         state = self._begun(work, None if work.begins else self.carried[0])
-        share = int((work.targets != NO_TARGET).sum())
+        share = int((work.targets != NO_TARGET).sum()) or 1
         segments = work.segments(self.config.segment)
         total = torch.zeros((), device=self.ranks.device)
         self._sums.clear()

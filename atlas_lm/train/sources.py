@@ -23,7 +23,15 @@ from atlas_lm.ops.host import to_device
 from atlas_lm.tasks.rows import EVALUATE, TRAIN, Rows, RowTask, row_task, rows
 from atlas_lm.text import Tokenizer
 from atlas_lm.train.config import TrainConfig
-from atlas_lm.train.data import PythonText, QuestionData, RecallData, StoryData, TaskData, TextData
+from atlas_lm.train.data import (
+    HiddenData,
+    PythonText,
+    QuestionData,
+    RecallData,
+    StoryData,
+    TaskData,
+    TextData,
+)
 from atlas_lm.train.ranks import Ranks, agreed
 
 if TYPE_CHECKING:
@@ -165,6 +173,10 @@ def open_material(config: TrainConfig, folder: Path) -> Material:
         return Recall(config.data)
     if isinstance(config.data, TaskData):
         return Tasks(config.data)
+    if isinstance(config.data, HiddenData):
+        from atlas_lm.train.hidden import HiddenMaterial
+
+        return HiddenMaterial(config.data, folder)
     if isinstance(config.data, QuestionData):
         from atlas_lm.train.questions import QuestionMaterial
 
