@@ -20,6 +20,7 @@ from time import monotonic, sleep
 
 from atlas_lm.demo import tokenizer
 from atlas_lm.recipes.demo import demo
+from benchmarks.gpu_sharing import share_gpu
 
 LINES = 4
 """Of each log that are shown in the end."""
@@ -60,10 +61,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.books / "tokenizer.json").exists():
         tokenizer.make(options.books / "train", options.books / "tokenizer.json", 4096)
-    try:
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
-    except FileNotFoundError:
-        print("no nvidia-cuda-mps-control here: the models take turns on the GPU")
+    share_gpu()
     end = monotonic() + options.seconds
     runs = [started(name, options) for name in options.models]
     while monotonic() < end and any(run.poll() is None for run in runs):

@@ -462,3 +462,12 @@ def test_a_file_that_is_no_result_is_refused(content, tmp_path):
     (tmp_path / RESULTS).write_text(content)
     with pytest.raises(ValueError, match="not the results of an evaluation"):
         read_results(tmp_path)
+
+
+def test_of_long_texts_fewer_are_asked():
+    plan = Plan(tasks=("babilong",), samples=100, tokens=160_000_000)
+    lengths = (1_000, 1_000_000, 10_000_000, 10**9)
+    assert [plan.samples_at(length) for length in lengths] == [100, 100, 16, 1]
+    assert Plan(tasks=("babilong",), samples=7).samples_at(10**9) == 7
+    with pytest.raises(ValueError, match="tokens: 0; expected 1 or more"):
+        Plan(tasks=("babilong",), tokens=0)

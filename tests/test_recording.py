@@ -10,11 +10,11 @@ from atlas_lm import LanguageModel, ModelConfig
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.rules import RULES, Rule
 from atlas_lm.train.config import TrainConfig
-from atlas_lm.train.data import PythonText, RecallData
+from atlas_lm.train.data import PythonText, RecallData, TextData
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken
 from atlas_lm.train.ranks import Ranks
-from atlas_lm.train.recording import RecordedGradients, check_recording
+from atlas_lm.train.recording import RecordedGradients, Sums, check_recording, room_for
 from atlas_lm.train.sources import Work
 from atlas_lm.train.step import Gradients
 
@@ -55,7 +55,6 @@ def test_targets_whose_places_are_known_make_the_same_loss():
     [
         ({"compile": True}, "without compile; leave one"),
         ({"checkpointing": True}, "without checkpointing"),
-        ({"segment": 32}, "without segment"),
         ({"accumulate": 2}, "without accumulate"),
         ({"data": PythonText()}, "documents of a text begin anywhere"),
         (
@@ -68,6 +67,89 @@ def test_what_cannot_be_recorded(changes, told):
     with pytest.raises(ValueError, match=f"graph: .*{told}"):
         config(**changes)
     assert not config(**changes, graph=False).graph
+
+
+TEXT = TextData(path="books", excerpts=True)
+LONG = replace(MODEL, vocab=128)
+"""For rows of 192 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"segment": 32}, "segment: 32, and --graph: .* whole 64 tokens, or no --graph"),
+        ({"segment": 64}, "segment: 64, and --graph: rows of 96 tokens; .* whole segments"),
+        (
+            {"segment": 64, "length": 192, "model": replace(LONG, rule="attention")},
+            "expected rules whose state has one size",
+        ),
+        (
+            {"segment": 64, "length": 192, "model": replace(LONG, rule="swa", window=128)},
+            "whole 64 tokens, 127 or more",
+        ),
+        ({"data": TEXT, "carry": True, "graph": False}, "carry: the rows of excerpts do not go on"),
+    ],
+)
+def test_segments_that_cannot_be_recorded(changes, told):
+    with pytest.raises(ValueError, match=told):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segment": 64, "length": 192, "model": LONG},
+        {"segment": 96},
+        {"segment": 64, "length": 192, "model": replace(LONG, rule=("swa", "atlas"), window=65)},
+        {
+            "segment": 64,
+            "length": 192,
+            "model": replace(LONG, rule="atlas", block="mag", window=9),
+        },
+        {"data": TEXT},
+    ],
+)
+def test_segments_and_excerpts_that_can_be_recorded(changes):
+    assert config(**changes).graph
+
+
+def test_gradients_of_recordings_add_up():
+    one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    sums = Sums()
+    for _ in range(2):
+        sums.clear()
+        one.grad = other.grad = None
+        sums.add([one, other], [torch.ones(2), torch.ones(2)])
+        sums.add([one, other], [torch.ones(2), None])  # what memories begin with
+        assert one.grad is not None
+        assert one.grad.tolist() == [2, 2]
+        assert other.grad is not None
+        assert other.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "tokens", "room"),
+    [(0, 96, 96), (7, 4096, 256), (257, 4096, 1024), (3000, 3000, 3000)],
+)
+def test_room_for_targets(targets, tokens, room):
+    assert room_for(targets, tokens) == room
+
+
+MIXERS = ["attention", "swa", *RULES]
+IN_BLOCKS = [("atlas", block) for block in ("mac", "mag", "mag_sum", "mal")]
+
+
+@pytest.mark.parametrize(("rule", "block"), [*((rule, "plain") for rule in MIXERS), *IN_BLOCKS])
+def test_nothing_that_is_recorded_asks_for_a_value(rule, block, monkeypatch):
+    """On the device "meta" there are none: what asks fails there as it fails in a graph."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it knows no "meta"
+    with torch.device("meta"):
+        model = LanguageModel(replace(MODEL, rule=rule, block=block, d_k=8))
+        tokens, places = torch.zeros(4, 96).long(), torch.zeros(256).long()
+    nats, *_ = NextToken(model)(tokens, places, places=places)
+    nats.backward()
+    grads = [p.grad for p in model.parameters()]
+    assert sum(grad is not None for grad in grads) > len(grads) // 2
 
 
 def test_a_cpu_has_no_graphs(tmp_path):
@@ -152,7 +234,31 @@ def test_recorded_memories_go_on(rule):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("rule", ["delta_net", "titans", "atlas", "omeganet", "swa", "attention"])
+@pytest.mark.parametrize("rule", ["gated_delta_net", "titans", "atlas", "omeganet", "swa"])
+def test_recorded_segments_are_the_same(rule):
+    torch.manual_seed(0)
+    model = LanguageModel(replace(LONG, rule=rule, window=64)).cuda()
+    objective, ranks = NextToken(model), Ranks(torch.device("cuda"))
+    wanted = config(model=model.config, length=192, segment=64)
+    plain, recorded = (kind(wanted, ranks, objective) for kind in (Gradients, RecordedGradients))
+    for seed in range(3):
+        work, found = rows(seed, length=192), []
+        for gradients in (plain, recorded):
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss, _ = gradients.add(work)
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append([t.clone() for t in (loss, *grads)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+RECORDED = ["delta_net", "titans", "atlas", "omeganet", "swa", "attention"]
+MORE_RECORDED = ["linear_attention", "gated_delta_net", "dla", "atlas_pp", "dot"]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("rule", RECORDED + MORE_RECORDED)
 def test_recorded_gradients_are_the_same(rule):
     """At every shape, and again after others."""
     torch.manual_seed(0)

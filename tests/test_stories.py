@@ -791,13 +791,20 @@ def test_texts_of_several_rows_that_cannot_be():
     with pytest.raises(ValueError, match="steps: 10, 7 of them in texts of 4 rows"):
         TrainConfig(data=StoryData(rows=4, growing=0.3), steps=10)
     stories = StoryData(rows=4)
-    told = "data.rows: 4, .* and --graph: .* memories alone and lengths of whole 64 tokens"
+    told = "data.rows: 4, .* and --graph: .* state has one size and lengths of whole 64 tokens"
     given: dict[str, Any] = {"model": MODEL, "data": stories, "steps": 8}
-    wrong: list[dict[str, Any]] = [{"length": 100}, {"model": replace(MODEL, rule="swa")}]
+    wrong: list[dict[str, Any]] = [
+        {"length": 100},
+        {"model": replace(MODEL, rule="attention")},
+        {"model": replace(MODEL, rule="swa")},  # whose window would not be full
+        {"model": replace(MODEL, rule="atlas", block="mac")},
+    ]
     for changes in wrong:
         with pytest.raises(ValueError, match=told):
             TrainConfig(**given | changes, graph=True)
         assert not TrainConfig(**given | changes).graph
+    assert TrainConfig(**given, graph=True).graph
+    given["model"] = replace(MODEL, rule=("swa", "delta_net"), window=257)
     assert TrainConfig(**given, graph=True).graph
 
 

@@ -2,12 +2,15 @@
 
 import csv
 import json
+import os
+import signal
 import sys
 from dataclasses import asdict, replace
 from math import exp, isclose
 from pathlib import Path
 from shutil import copytree
 from statistics import fmean, median, stdev
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from atlas_lm.sweep import figures, runs
 from atlas_lm.sweep.figures import state_panel, swept_panels
 from atlas_lm.sweep.grid import Planned, Value, plan, values_of, with_rule_fields
 from atlas_lm.sweep.runs import join, run_all, status_of, write_sweep
+from atlas_lm.sweep.side_by_side import FAILED, STOPPED, side_by_side
 from atlas_lm.sweep.tables import (
     Chance,
     Row,
@@ -39,7 +43,7 @@ from atlas_lm.train.data import QuestionData, TaskData
 from atlas_lm.train.guard import NotFinite
 from atlas_lm.train.loop import train
 from atlas_lm.train.run_folder import read_config, write_config
-from atlas_lm.train.watch import read_lines
+from atlas_lm.train.watch import Watch, read_lines
 
 TINY = [
     *("--model.vocab", "16", "--model.dim", "8", "--model.depth", "1", "--length", "12"),
@@ -425,6 +429,50 @@ def test_several_at_a_time_come_to_the_same(tmp_path):
     for run in planned:
         one, two = (weights(tmp_path / n / "runs" / run.name) for n in ("one", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def patient(watch: Watch) -> bool:
+    """Until it is told to stop, which it hears as training does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    watch.begin(0, 1)
+    for _ in range(3000):
+        watch.stepped(1)
+        sleep(0.02)
+    return True
+
+
+def fatal(watch: Watch) -> bool:
+    os._exit(7)
+
+
+def failing(watch: Watch) -> bool:
+    return False
+
+
+def test_side_by_side_until_time_is_over():
+    works = {"fatal": fatal, "failing": failing, "patient": patient}
+    codes: dict[str, int] = {}
+    with pytest.raises(KeyboardInterrupt, match="time is over"):
+        side_by_side(works, 3, monotonic() + 2, lambda name, code: codes.update({name: code}))
+    assert codes == {"fatal": 7, "failing": FAILED, "patient": STOPPED}
+
+
+def test_a_sweep_whose_time_is_over_has_tables_and_goes_on(tmp_path, monkeypatch, capsys):
+    def over(out, recipe, runs, device, jobs, tuned, until):
+        run_all(out, recipe, runs[:1], device, 1, tuned)
+        monkeypatch.setattr("atlas_lm.cli.sweep.monotonic", lambda: until)
+        raise KeyboardInterrupt("time is over; the same command goes on")
+
+    monkeypatch.setattr(runs, "run_all", over)
+    assert sweep(tmp_path, "--seeds", "2", "--seconds", "9") == 0
+    told = capsys.readouterr().out
+    assert "time is over; the same command goes on" in told
+    assert [row["status"] for row in table(tmp_path / "sweep.csv")] == ["finished"]
+    monkeypatch.undo()
+    assert sweep(tmp_path, "--seeds", "2") == 0
+    assert [row["status"] for row in table(tmp_path / "sweep.csv")] == ["finished"] * 2
+    capsys.readouterr()
+    assert "--seconds 0.0; expected more" in refused(capsys, "recall", "--seconds", "0")
 
 
 # Estimates

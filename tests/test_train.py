@@ -566,14 +566,18 @@ def test_a_small_delta_net_learns_mqar(tmp_path):
     assert line["accuracy@32"] > 0.5
 
 
+def goes_on_bit_for_bit(config: TrainConfig, folder: Path) -> None:
+    train(config, folder / "whole")
+    with pytest.raises(Killed):
+        train(config, folder / "killed", watch=[At(5, kill)])
+    train(config, folder / "killed", resume=True)
+    for name, expected in weights(folder / "whole").items():
+        assert torch.equal(weights(folder / "killed")[name], expected), name
+
+
 def test_a_killed_run_of_a_mix_goes_on_bit_for_bit(tmp_path):
     config = of_task(mix=(SMALL, LARGE), examples=6, longer=(24,), steps=6, evaluate_every=0)
-    train(config, tmp_path / "whole")
-    with pytest.raises(Killed):
-        train(config, tmp_path / "killed", watch=[At(5, kill)])
-    train(config, tmp_path / "killed", resume=True)
-    for name, expected in weights(tmp_path / "whole").items():
-        assert torch.equal(weights(tmp_path / "killed")[name], expected), name
+    goes_on_bit_for_bit(config, tmp_path)
     last = [lines(tmp_path / run, "eval")[-1] for run in ("whole", "killed")]
     assert last[0] == last[1]
 
@@ -608,6 +612,15 @@ def test_text_with_carried_memories_goes_on_bit_for_bit(books, tmp_path):
     assert samples[0] == samples[1]
     assert [line["step"] for line in samples[0]] == [4, 4, 8, 8]
     assert samples[0][0]["prompt"] == samples[0][2]["prompt"] != samples[0][1]["prompt"] != ""
+
+
+def test_excerpts_of_texts_go_on_bit_for_bit(books, tmp_path):
+    data = TextData(path=str(books), excerpts=True)
+    config = of_text(books, data=data, carry=False, batch=2, length=24, samples=0)
+    goes_on_bit_for_bit(config, tmp_path)
+    work = text_of(config).source(config, ALONE).next()
+    assert work.reset is None
+    assert torch.equal(work.tokens[:, 1:], work.targets[:, :-1])
 
 
 def test_a_finished_run_goes_on_when_it_gets_more_steps(tmp_path):

@@ -6,11 +6,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 if TYPE_CHECKING:
+    import torch
     from tqdm import tqdm
 
     from atlas_lm.eval.results import Finding
@@ -38,6 +39,8 @@ class Eval:
     published; 4k. Of the task text: how much context is read before what is predicted."""
     samples: int = 100
     """Questions, or rows, of every task and length."""
+    tokens: Annotated[str, arg(metavar="160m")] = ""
+    """Of all questions of a task and length together, at most: of long texts fewer are asked."""
     batch: int = 8
     """Questions that are read side by side."""
     seed: int = 0
@@ -58,6 +61,8 @@ class Eval:
     """Questions of each task of lm-eval; without it, all."""
     device: Annotated[str | None, arg(metavar="NAME")] = None
     """cpu or cuda; without it, on a GPU if there is one."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the model; without it, as it was saved. Kernels run in bfloat16."""
     compare: Annotated[tuple[Path, ...], arg(metavar="DIR DIR ...")] = ()
     """Folders of evaluations."""
 
@@ -79,13 +84,18 @@ class Eval:
 
         plan = self.plan()
         with Bars(plan) as bars:
-            found = evaluate(model, plan, self.out, self.device, bars.show)
+            found = evaluate(model, plan, self.out, self.device, bars.show, dtype=self._dtype())
         lines = {finding.name: str(finding.share()) for finding in found.recall}
         lines |= {name: text for each in found.language for name, text in language_lines(each)}
         width = max(map(len, lines))
         for name, line in lines.items():
             print(f"{name:<{width}}  {line}")
         print(f"{self.out / 'results.json'}: all of it")
+
+    def _dtype(self) -> torch.dtype | None:
+        import torch
+
+        return None if self.dtype is None else getattr(torch, self.dtype)
 
     def plan(self) -> Plan:
         """What is asked for, as the library takes it."""
@@ -96,6 +106,7 @@ class Eval:
             tasks=tuple(name for name in self.tasks.split(",") if name),
             lengths=tuple(_length(text) for text in self.lengths.split(",") if text),
             samples=self.samples,
+            tokens=_length(self.tokens, "tokens") if self.tokens else None,
             batch=self.batch,
             seed=self.seed,
             zero_shot=self.zero_shot,
@@ -106,7 +117,7 @@ class Eval:
         )
 
 
-def _length(text: str) -> int:
+def _length(text: str, option: str = "lengths") -> int:
     """4k, 1.5m, 512."""
     number, unit = text.strip().lower(), ""
     if number[-1:] in ("k", "m"):
@@ -116,7 +127,7 @@ def _length(text: str) -> int:
     except ValueError:
         value = 0.5
     if value < 1 or value != int(value):
-        raise ValueError(f"--lengths: {text!r}; expected tokens, such as 512, 4k or 10m")
+        raise ValueError(f"--{option}: {text!r}; expected tokens, such as 512, 4k or 10m")
     return int(value)
 
 
@@ -163,7 +174,7 @@ class Bars:
     def show(self, finding: Finding, tokens: int) -> None:
         from atlas_lm.cli.show import LINES_EVERY, duration
 
-        total = self._plan.samples * finding.length
+        total = self._plan.samples_at(finding.length) * finding.length
         if finding.name != self._name:
             self._begin(finding, total)
         self._done += tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -46,6 +48,8 @@ class Sweep:
     or where nothing is asked, by loss."""
     jobs: Annotated[int, arg(metavar="N")] = 1
     """Runs at a time, each in a process of its own."""
+    seconds: Annotated[float | None, arg(metavar="N")] = None
+    """After so many, runs are saved and tables are written; the same command goes on."""
     dry_run: FlagCreatePairsOff[bool] = False
     """Say which runs there would be, and stop."""
     tables_only: FlagCreatePairsOff[bool] = False
@@ -61,7 +65,7 @@ class Sweep:
 
 SweepHelp = Annotated[Sweep, subcommand("sweep")]
 """For `atlas-lm --help` and `atlas-lm sweep --help`, which come without PyTorch."""
-OWN = ("out", "seeds", "tune", "jobs", "dry_run", "tables_only", "metric", "device")
+OWN = ("out", "seeds", "tune", "jobs", "seconds", "dry_run", "tables_only", "metric", "device")
 NOT_HERE = {
     "resume": "a sweep goes on by itself",
     "tensorboard": "curves of all runs: `atlas-lm report DIR/runs/*`",
@@ -85,18 +89,26 @@ class SweepRun:
         if self.said.dry_run:
             self._tell_plan(runs)
             return
-        failed = []
-        if runs and not self.said.tables_only:
-            failed = self._train(runs)
-        _write(self.out, self.said.metric)
+        until = inf if self.said.seconds is None else monotonic() + self.said.seconds
+        failed, stopped = [], ""
+        try:
+            if runs and not self.said.tables_only:
+                failed = self._train(runs, until)
+        except KeyboardInterrupt as stop:
+            if monotonic() < until:
+                raise
+            stopped = str(stop)
+        write(self.out, self.said.metric)
         if failed:
             print(f"failed, see sweep.csv: {', '.join(failed)}")
+        if stopped:
+            print(stopped)
 
-    def _train(self, runs: Sequence[Planned]) -> list[str]:
+    def _train(self, runs: Sequence[Planned], until: float) -> list[str]:
         from atlas_lm.sweep.runs import run_all
         from atlas_lm.sweep.tables import at_best
 
-        how = self.said.device, self.said.jobs, self.tuned
+        how = self.said.device, self.said.jobs, self.tuned, until
         if self.tuned is None:
             return run_all(self.out, self.said.recipe, runs, *how)
         failed = run_all(self.out, self.said.recipe, _of_first_seed(runs), *how)
@@ -118,7 +130,8 @@ def _of_first_seed(runs: Sequence[Planned]) -> list[Planned]:
     return [run for run in runs if run.seed == runs[0].seed]
 
 
-def _write(out: Path, metric: str | None) -> None:
+def write(out: Path, metric: str | None) -> None:
+    """Tables and pictures of what a sweep has so far."""
     from atlas_lm.sweep.figures import draw_figures
     from atlas_lm.sweep.tables import figures_of, plain_text, shown_table, write_tables
 
@@ -172,6 +185,8 @@ def parse_sweep(args: Sequence[str]) -> SweepRun:
     for name in ("seeds", "jobs"):
         if getattr(said, name) < 1:
             raise ValueError(f"--{name} {getattr(said, name)}; expected 1 or more")
+    if said.seconds is not None and not said.seconds > 0:
+        raise ValueError(f"--seconds {said.seconds}; expected more than 0")
     rest = {n: words for n, words in options.items() if n not in OWN}
     if first not in LINES and Path(first).is_dir():
         return _tables_of(Path(first), said, rest)

@@ -21,8 +21,8 @@ from atlas_lm.tasks.rows import EVALUATE, RowTask, rows
 from atlas_lm.tasks.samples import STOP, Sample
 from atlas_lm.tasks.table import TextTask
 
-SEGMENT = 1024
-"""Tokens that are read at once."""
+SEGMENT, ON_A_GPU = 1024, 4096
+"""Tokens that are read at once; a GPU would wait for the next ones."""
 LOGITS = 2**25
 """Numbers of logits that are made at once, at most, of tasks with many answers a row."""
 Progress = Callable[[int], None]
@@ -58,8 +58,9 @@ def answers(
     if any(sample.length != length for sample in samples):
         raise ValueError("answers: samples of several lengths; expected one")
     state, logits = reader.begin(len(samples)), None
-    for begin in range(0, length, SEGMENT):
-        end = min(begin + SEGMENT, length)
+    size = SEGMENT if reader.device.type == "cpu" else ON_A_GPU
+    for begin in range(0, length, size):
+        end = min(begin + size, length)
         tokens = torch.from_numpy(np.stack([sample.tokens(begin, end) for sample in samples]))
         logits, state = reader.read(tokens, state)
         if progress is not None:

@@ -44,6 +44,9 @@ class Plan:
     task is published with, or of texts 4,000."""
     samples: int = 100
     """Questions, or rows, of every task and length."""
+    tokens: int | None = None
+    """Of all questions of a task and length together, at most: of long texts fewer are asked, and
+    one at least; None: any number."""
     batch: int = 8
     """Read side by side."""
     seed: int = 0
@@ -58,14 +61,21 @@ class Plan:
     """Questions of every task of lm-eval; None: all."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}; expected 1 or more")
+        for name in ("samples", "tokens", "batch"):
+            said = getattr(self, name)
+            if said is not None and said < 1:
+                raise ValueError(f"{name}: {said}; expected 1 or more")
         if self.seed < 0 or any(length < 1 for length in self.lengths):
             raise ValueError(
                 f"seed {self.seed}, lengths {list(self.lengths)}; expected no negative seed, and "
                 "lengths of 1 token or more"
             )
+
+    def samples_at(self, length: int) -> int:
+        """Questions about texts of this length."""
+        if self.tokens is None:
+            return self.samples
+        return min(self.samples, max(self.tokens // length, 1))
 
 
 DEFAULT_LENGTH = 4000
@@ -74,12 +84,12 @@ DEFAULT_LENGTH = 4000
 class Subject:
     """The model that is asked, opened as rows or as texts need it."""
 
-    def __init__(self, folder: Path, device: str | None):
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path, device: str | None, dtype: torch.dtype | None):
+        self.folder, self.device, self.dtype = folder, device, dtype
 
     @cached_property
     def reader(self) -> Reader:
-        return open_reader(self.folder, self.device)
+        return open_reader(self.folder, self.device, self.dtype)
 
     @cached_property
     def rows_model(self) -> LanguageModel:
@@ -89,7 +99,7 @@ class Subject:
                 f"{self.folder}: a model of transformers; tasks of rows (mqar, mad) need one of "
                 "ours that was trained on them"
             )
-        return load_model(self.folder).to(self.device or _best_device())
+        return load_model(self.folder).to(self.device or _best_device(), self.dtype)
 
     def about(self) -> dict[str, Any]:
         if not is_ours(self.folder):
@@ -101,6 +111,7 @@ class Subject:
         return {
             "path": str(self.folder),
             "kind": "atlas-lm",
+            "dtype": str(self.dtype or next(model.parameters()).dtype).removeprefix("torch."),
             "parameters": price.parameters,
             "state_bytes": None if price.state_grows else model.begin(1).nbytes,
             "flops_per_token": price.flops_per_token,
@@ -124,9 +135,13 @@ def evaluate(
     device: str | None = None,
     watch: Watch | None = None,
     progress: Progress | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Findings:
-    """Ask everything of the plan that was not asked yet, and write results.json after each."""
-    subject = Subject(folder, device)
+    """Ask everything of the plan that was not asked yet, and write results.json after each.
+
+    dtype    of the model; None: as it was saved
+    """
+    subject = Subject(folder, device, dtype)
     language = language_tasks(
         [name for name in plan.tasks if is_language(name)], plan.texts, plan.lm_data
     )
@@ -212,7 +227,7 @@ def _fresh(task: Task, length: int, plan: Plan, about: dict[str, Any]) -> Findin
         zero_shot=plan.zero_shot and texts,
         plan={
             "model": about.get("fingerprint", about["path"]),
-            "samples": plan.samples,
+            "samples": plan.samples_at(length),
             "batch": plan.batch,
             "seed": plan.seed,
             "zero_shot": plan.zero_shot,
@@ -224,8 +239,9 @@ def _fresh(task: Task, length: int, plan: Plan, about: dict[str, Any]) -> Findin
 
 def _batches(finding: Finding, plan: Plan) -> Iterator[tuple[int, int]]:
     """First question and number of questions of every batch that is left."""
-    for begin in range(finding.done, plan.samples, plan.batch):
-        yield begin, min(plan.batch, plan.samples - begin)
+    samples = plan.samples_at(finding.length)
+    for begin in range(finding.done, samples, plan.batch):
+        yield begin, min(plan.batch, samples - begin)
 
 
 def _ask_texts(

@@ -21,6 +21,7 @@ from torch.nn import functional
 from atlas_lm.ops.decay import decay, spread
 from atlas_lm.ops.features import with_one
 from atlas_lm.ops.gradients import pair_gradients
+from atlas_lm.ops.host import on_host
 from atlas_lm.ops.networks import Lin, add_residual, network_of, normalized
 from atlas_lm.ops.pieces import Pieces, cut_into_pieces, take_rows
 from atlas_lm.ops.segments import Inputs, Outer, begin_rows, finish, plan_groups, prepare, run
@@ -50,7 +51,7 @@ def memorize_exponential(
         state.position, tokens.q.shape[1], tokens.mask, tokens.reset, rule.chunk, rule.window
     )
     inputs = prepare(pieces, state, tokens)
-    length = int(state.position.max())
+    length = int(on_host(state.position).max())
     stored = {n: p[:, :length].transpose(1, 2) for n, p in state.past.items()}
     carry = Carry(
         Snapshot(state.weights, part_of(stored, "now.")),
@@ -145,12 +146,9 @@ class _Exponential:
 
     @cached_property
     def _seen(self) -> list[int]:
-        index = self.pieces.index.cpu()
-        last = (
-            index
-            if self.pieces.filled is None
-            else torch.where(self.pieces.filled.cpu(), index, -1)
-        )
+        last, filled = on_host(self.pieces.index), self.pieces.filled
+        if filled is not None:
+            last = torch.where(on_host(filled), last, -1)
         return [0, *(last.amax((0, 2)) + 1).cummax(0).values.tolist()]
 
     @cached_property

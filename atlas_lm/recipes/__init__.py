@@ -20,7 +20,7 @@ LINES: dict[str, str] = {
     "mqar": "multi-query associative recall, the published mix and tests",
     "mad": "one of the six tasks of MAD, as published: --data.task mad/compression",
     "niah": "needles in a haystack, as RULER hides them, at up to 4,096 tokens",
-    "babilong": "questions of bAbI with their facts hidden in books, at up to 8,192 tokens",
+    "babilong": "questions of bAbI with their facts hidden in books, at up to 4,096 tokens",
     "demo": "facts hidden in books and asked for later, 3M parameters, up to 16,384 tokens",
     "python_text": "a small Atlas on the texts that every Python carries, by bytes",
     "books": "100M parameters at 4,096 tokens, on text of yours: --data.path DIR",

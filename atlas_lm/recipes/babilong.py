@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from atlas_lm.models.config import ModelConfig
+from dataclasses import replace
+
+from atlas_lm.recipes.demo import demo
 from atlas_lm.train.config import TrainConfig
-from atlas_lm.train.data import QuestionData
-from atlas_lm.train.optimizers import OptimizerConfig
-from atlas_lm.train.schedules import Schedule
+from atlas_lm.train.data import HiddenData
 
 
 def babilong() -> TrainConfig:
-    """qa1 to qa5 by bytes at 512 to 8,192 tokens; `atlas-lm eval` asks at up to ten million.
+    """qa1 to qa5 at 512 to 4,096 tokens; `atlas-lm eval` asks at up to ten million.
 
-    Memories keep more than by default: at 0.999 little is left of what was told 8,192 tokens ago.
-    The real ones: --data.babi DIR --data.books DIR --data.test-books DIR.
+    As the recipe `demo` does it: many small steps on short texts first, then texts that go on, with
+    plain text between their rows; the first memory is short, the others are to stand still where
+    nothing is told, and have a price for it. The real ones, on a GPU:
+
+        --data.babi DIR --data.books DIR --data.test-books DIR --data.tokenizer FILE
+            --data.workers 4 --graph
+
+    Others of about its size:
+
+        --model.rule gated_delta_net:retention=fixed,titans,titans,titans
+            --model.heads 4 --model.d-k 48 --model.d-v 48 --model.mlp 512
+        --model.rule gated_delta_net:retention=fixed,atlas:stride=16,atlas:stride=16,atlas:stride=16
+            --model.heads 6 --model.d-k 16 --model.d-v 32 --model.mlp 512
+        --model.rule swa --model.heads 4 --model.mlp 512 --data.rows 1 --data.pauses 0
     """
-    return TrainConfig(
-        model=ModelConfig(dim=256, depth=4, heads=4, rule="titans", retention=0.9999),
-        data=QuestionData(
+    return replace(
+        demo(),
+        data=HiddenData(
             tasks=tuple(f"babilong/qa{number}" for number in range(1, 6)),
-            lengths=(1024, 2048, 4096, 8192),
+            lengths=(512, 1024, 2048, 4096),
+            growing=0.4,
+            rows=4,
+            pauses=4,
         ),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1),
-        schedule=Schedule(warmup=500),
-        steps=30_000,
-        batch=32,
-        length=8192,
-        precision="bf16",
-        evaluate_every=1000,
-        evaluate_batches=1,
-        checkpoint_every=1000,
-        log_every=50,
+        steps=60_000,
+        evaluate_every=6000,
+        checkpoint_every=4000,
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas_lm.models.summary import size_text
+from atlas_lm.sweep.runs import tuned_in
 from atlas_lm.sweep.tables import Row, number_of
 
 CROWDED = 40
@@ -62,7 +63,7 @@ def draw_figures(out: Path, rows: Sequence[Row], figures: Sequence[str], metric:
     found = [row for row in rows if row.estimate(metric) is not None]
     if not found:
         return []
-    made = [_draw(out / "figure.png", swept_panels(found, metric))]
+    made = [_draw(out / "figure.png", swept_panels(found, metric, tuned_in(out)))]
     judged = [name for name in figures if name.startswith("accuracy@")] or [metric]
     panels = [panel for name in judged if (panel := state_panel(found, name)).lines]
     return [*made, _draw(out / "equal_state.png", panels)] if panels else made
@@ -71,17 +72,17 @@ def draw_figures(out: Path, rows: Sequence[Row], figures: Sequence[str], metric:
 # What is shown
 
 
-def factors_of(rows: Sequence[Row]) -> list[str]:
-    """What was swept: numbers with many values first, they make the better axis."""
-    names = list(rows[0].settings)
+def factors_of(rows: Sequence[Row], tuned: str | None = None) -> list[str]:
+    """What was swept, and not tuned: numbers with many values first, they make the better axis."""
+    names = [name for name in rows[0].settings if name != tuned]
     values = {name: {row.settings[name] for row in rows} for name in names}
     words = {name: any(number_of(text) is None for text in values[name]) for name in names}
     return sorted(names, key=lambda name: (words[name], -len(values[name])))
 
 
-def swept_panels(rows: Sequence[Row], metric: str) -> list[Panel]:
+def swept_panels(rows: Sequence[Row], metric: str, tuned: str | None = None) -> list[Panel]:
     """Rows by their third and further factors, and then by the second."""
-    factors = factors_of(rows)
+    factors = factors_of(rows, tuned)
     first = factors[0] if factors else ""
     texts = list(dict.fromkeys(row.settings[first] for row in rows)) if first else [""]
     numbers = [number for text in texts if (number := number_of(text)) is not None]

@@ -12,21 +12,20 @@ that a number stopped that was none is not tried again: it would stop there agai
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from functools import partial
+from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from atlas_lm.models.costs import costs
 from atlas_lm.sweep.grid import Planned, Settings
+from atlas_lm.sweep.side_by_side import FAILED as BROKEN
+from atlas_lm.sweep.side_by_side import MADE, STOPPED, side_by_side
 from atlas_lm.train.config import TrainConfig, differences
 from atlas_lm.train.data import RecallData
 from atlas_lm.train.guard import NotFinite
@@ -142,15 +141,18 @@ def run_all(
     device: str | None = None,
     jobs: int = 1,
     tuned: str | None = None,
+    until: float = inf,
 ) -> list[str]:
-    """Everything that is not there yet; gives back the names of runs that failed now."""
+    """Everything that is not there yet; gives back the names of runs that failed now. Later than
+    `until`, on the clock of `monotonic`, what is under way is saved, and it is a KeyboardInterrupt.
+    """
     write_sweep(out, recipe, runs, tuned)
     states = {run.name: _to_do(out / RUNS / run.name) for run in runs}
     left = [run for run in runs if states[run.name]]
     line = Line(len(runs), len(runs) - len(left))
     try:
-        if jobs > 1:
-            return _together(out, recipe, left, device, jobs, line)
+        if jobs > 1 or until < inf:
+            return _together(out, recipe, left, device, jobs, until, line)
         return [
             run.name
             for run in left
@@ -173,10 +175,7 @@ def _made(folder: Path, config: TrainConfig, recipe: str, device: str | None, wa
     try:
         train(config, folder, resume=True, watch=[watch], device=device, recipe=recipe)
     except (ValueError, RuntimeError, ImportError) as error:
-        folder.mkdir(parents=True, exist_ok=True)
-        again = not isinstance(error, NotFinite)
-        write_json(folder / FAILED, {"reason": " ".join(str(error).split()), "again": again})
-        print(f"{folder.name}: failed: {error}", file=sys.stderr, flush=True)
+        _write_failure(folder, str(error), again=not isinstance(error, NotFinite))
         return False
     config = read_config(folder)
     with suppress(ValueError, RuntimeError):  # a run without them is a run all the same
@@ -184,78 +183,37 @@ def _made(folder: Path, config: TrainConfig, recipe: str, device: str | None, wa
     return True
 
 
+def _write_failure(folder: Path, reason: str, again: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FAILED, {"reason": " ".join(reason.split()), "again": again})
+    print(f"{folder.name}: failed: {reason}", file=sys.stderr, flush=True)
+
+
 def _together(
-    out: Path, recipe: str, runs: Sequence[Planned], device: str | None, jobs: int, line: Line
+    out: Path,
+    recipe: str,
+    runs: Sequence[Planned],
+    device: str | None,
+    jobs: int,
+    until: float,
+    line: Line,
 ) -> list[str]:
-    """Several at a time, each in a process of its own with its share of the cores."""
-    threads = max((os.cpu_count() or 1) // jobs, 1)
-    left, failed, going = list(reversed(runs)), [], {}
-    spawn = get_context("spawn")
-    stop = spawn.Event()
-    pool = ProcessPoolExecutor(
-        jobs, mp_context=spawn, initializer=_begin_worker, initargs=(threads, stop)
-    )
-    try:
-        while left or going:
-            # no more than can begin at once: what the pool holds cannot be taken back
-            while left and len(going) < jobs:
-                run = left.pop()
-                with _deaf_children():
-                    task = pool.submit(_work, out / RUNS / run.name, run.config, recipe, device)
-                going[task] = run.name
-            done, _ = wait(going, return_when=FIRST_COMPLETED)
-            for task in done:
-                name, made = going.pop(task), task.result()
-                line.finished(name)
-                failed += [] if made else [name]
-    finally:
-        stop.set()
-        pool.shutdown(wait=True)
+    """Several at a time; gives back the names of those that failed."""
+    failed: list[str] = []
+
+    def ended(name: str, code: int) -> None:
+        if code == STOPPED:
+            return
+        if code not in (MADE, BROKEN):
+            _write_failure(out / RUNS / name, f"its process ended with code {code}", again=True)
+        failed.extend([name] if code else [])
+        line.finished(name)
+
+    works = {
+        run.name: partial(_made, out / RUNS / run.name, run.config, recipe, device) for run in runs
+    }
+    side_by_side(works, jobs, until, ended)
     return failed
-
-
-@contextmanager
-def _deaf_children() -> Iterator[None]:
-    """Processes that begin here do not hear Ctrl-C; it is for `stop` to stop them in good order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, earlier)
-
-
-def _begin_worker(threads: int, stop: Any) -> None:
-    import torch
-
-    torch.set_num_threads(threads)
-    Obedient.stop = stop
-
-
-def _work(folder: Path, config: TrainConfig, recipe: str, device: str | None) -> bool:
-    if Obedient.stop.is_set():
-        raise KeyboardInterrupt
-    return _made(folder, config, recipe, device, Obedient())
-
-
-class Obedient:
-    """Interrupts training once the sweep is to stop: after the step, with a checkpoint."""
-
-    stop: ClassVar[Any]
-
-    def begin(self, step: int, steps: int) -> None:
-        self._told = False
-
-    def stepped(self, step: int) -> None:
-        if not self._told and self.stop.is_set():
-            self._told = True
-            signal.raise_signal(signal.SIGINT)
-
-    def record(self, line: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Line:

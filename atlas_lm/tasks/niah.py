@@ -150,6 +150,22 @@ def niah(
     )
 
 
+def told_and_asked(
+    kind: str, needles: int, words: Words, generator: np.random.Generator
+) -> tuple[str, list[tuple[str, str | None]]]:
+    """Needles of training, each asked for once after it was told: what stands before the text, then
+    sentences, and questions with their answers, in order."""
+    what = KINDS[kind]
+    told = _needles(what, needles, 1, "train", words, generator)
+    found: list[tuple[str, str | None]] = [
+        (NEEDLE.format(what=what, key=key, value=value), None) for key, value in told
+    ]
+    for (key, value), sentence in zip(told, tuple(found), strict=True):
+        place = int(generator.integers(found.index(sentence) + 1, len(found) + 1))
+        found.insert(place, (_prompt(what, [key], 1)[1], value))
+    return ONE[0].format(what=what), found
+
+
 def _prompt(what: str, asked: list[str], values: int) -> tuple[str, str]:
     query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
     before, after = ONE if values * len(asked) == 1 else SOME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import lcm
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,7 @@ from atlas_lm.tasks.rows import row_task
 from atlas_lm.train.data import (
     KINDS,
     Data,
+    HiddenData,
     PythonText,
     QuestionData,
     RecallData,
@@ -74,8 +76,8 @@ class TrainConfig:
     compile: bool = False
     """Compile the blocks with torch.compile."""
     graph: bool = False
-    """Record steps as CUDA graphs: small models on one GPU are several times faster. Not for text,
-    whose documents begin anywhere."""
+    """Record steps as CUDA graphs: small models on one GPU are several times faster. Of text, only
+    where rows are excerpts: documents begin anywhere."""
     checkpointing: bool = False
     """Keep only what goes into each block and compute the rest again in the backward."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -135,7 +137,7 @@ class TrainConfig:
             )
         if self.carry:
             self._check_carry()
-        if isinstance(self.data, StoryData) and (self.data.rows > 1 or self.data.pauses):
+        if isinstance(self.data, StoryData | HiddenData):
             self._check_rows(self.data)
         if self.graph:
             self._check_graph()
@@ -154,8 +156,10 @@ class TrainConfig:
         return isinstance(self.data, TextData | PythonText)
 
     def _check_carry(self) -> None:
-        if not self.of_text:
+        excerpts = isinstance(self.data, TextData) and self.data.excerpts
+        if not self.of_text or excerpts:
             kind = "recall" if isinstance(self.data, RecallData) else "a task"
+            kind = "excerpts" if excerpts else kind
             raise ValueError(
                 f"carry: the rows of {kind} do not go on; expected text, or no --carry"
             )
@@ -166,27 +170,42 @@ class TrainConfig:
                 "state has one size, or no --carry"
             )
 
-    def _check_rows(self, data: StoryData) -> None:
-        """Texts that go on over several steps."""
+    def _check_rows(self, data: StoryData | HiddenData) -> None:
+        """Texts that go on over several steps, or after others."""
+        if data.rows == 1 and not data.pauses:
+            return
         left = self.steps - data.growing_steps(self.steps)
         if left % data.rows:
             raise ValueError(
                 f"steps: {self.steps}, {left} of them in texts of {data.rows} rows; expected as "
                 "many that the last text ends"
             )
-        rules = [RULES.get(rule) if isinstance(rule, str) else rule for rule in self.model.rules]
-        growing = any(rule is None or grows(rule) for rule in rules)
-        chunk = lcm(TILE, *(n for rule in rules if rule for n in (rule.chunk, rule.stride)))
-        broken = any(length % chunk for length in data.lengths or (self.length,))
-        if self.graph and (self.model.block != "plain" or growing or broken):
+        if self.graph:
+            found = f"data.rows: {data.rows}, data.pauses: {data.pauses}, and --graph"
+            self._check_going_on(found, data.lengths or (self.length,))
+
+    def _check_going_on(self, found: str, lengths: Sequence[int]) -> None:
+        """Refuse to record steps whose memories go on from others, after so many tokens, where more
+        would count than that a chunk begins and a window is full."""
+        rules = [
+            RULES.get(rule, rule) if isinstance(rule, str) else rule for rule in self.model.rules
+        ]
+        known = all(isinstance(rule, Rule) or rule == "swa" for rule in rules)
+        growing = self.model.block == "mac" or not known or any(map(grows, rules))
+        sizes = (n for rule in rules if isinstance(rule, Rule) for n in (rule.chunk, rule.stride))
+        chunk, fewest = lcm(TILE, *sizes), 0
+        if self.model.block != "plain" or "swa" in rules:
+            fewest = self.model.window - 1
+        if growing or any(length % chunk or length < fewest for length in lengths):
+            least = f", {fewest} or more" if fewest else ""
             raise ValueError(
-                f"data.rows: {data.rows}, data.pauses: {data.pauses}, and --graph: a recorded step "
-                "knows no positions, and begins where a chunk does; expected memories alone and "
-                f"lengths of whole {chunk} tokens, or no --graph"
+                f"{found}: a recorded step knows no positions, and begins where a chunk does; "
+                f"expected rules whose state has one size and lengths of whole {chunk} tokens"
+                f"{least}, or no --graph"
             )
 
     def _check_graph(self) -> None:
-        others = ("compile", "checkpointing", "segment")
+        others = ("compile", "checkpointing")
         found = [name for name in others if getattr(self, name)]
         if self.accumulate > 1:
             found.append("accumulate")
@@ -194,16 +213,34 @@ class TrainConfig:
             raise ValueError(
                 f"graph: a step is recorded whole, without {found[0]}; leave one of the two out"
             )
-        if self.of_text:
+        if self.of_text and not (isinstance(self.data, TextData) and self.data.excerpts):
             raise ValueError(
                 "graph: documents of a text begin anywhere, and a recorded step is always the "
-                "same; expected other data, or no --graph"
+                "same; expected --data.excerpts, other data, or no --graph"
             )
+        if self.segment is not None:
+            self._check_segments(self.segment)
         custom = [rule for rule in self.model.rules if isinstance(rule, Rule) and rule.custom]
         if custom:
             raise ValueError(
                 f"graph: a function given as {custom[0].custom[0]} may look at numbers; expected a "
                 "rule by its name, or no --graph"
+            )
+
+    def _check_segments(self, segment: int) -> None:
+        lengths = [self.sized().length]
+        if isinstance(self.data, QuestionData | StoryData):
+            lengths += self.data.lengths
+        if isinstance(self.data, TaskData) and self.data.mix:
+            lengths += [task.length for task in self.data.learned]
+        longer = [length for length in lengths if length > segment]
+        if not longer:
+            return
+        self._check_going_on(f"segment: {segment}, and --graph", (segment,))
+        if any(length % segment for length in longer):
+            raise ValueError(
+                f"segment: {segment}, and --graph: rows of {longer[0]} tokens; expected lengths of "
+                "whole segments, or no --graph"
             )
 
     def _check_recall(self, data: RecallData) -> None:

@@ -17,6 +17,9 @@ class TextData:
     """Folder of the prepared data."""
     valid: str | None = None
     """Folder of what is evaluated on; None: PATH/valid, if it is there."""
+    excerpts: bool = False
+    """Every row is of one document, from anywhere in it; ends of documents that fill no row are not
+    learned. For books, where steps are to be recorded (--graph)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,37 @@ class QuestionData:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HiddenData(QuestionData):
+    """The same tasks with more to learn from a text: questions stand in it wherever they can be
+    answered, all those of a story of bAbI, or of several needles. A step has as many tokens at
+    every length, and it is known which of them nobody asks about. Tested as QuestionData is."""
+
+    needles: int = 8
+    """Of a text with needles, at most."""
+    rows: int = 1
+    """Rows of a text, in steps that follow each other, once all lengths have come in: memories go
+    on. Gradients end where a row ends."""
+    pauses: int = 0
+    """Lengths of plain text, at most, that memories read before one row in eight of such texts,
+    without gradients."""
+    growing: float = 0.0
+    """Part of the steps over which lengths come in one after the other, the shortest first."""
+    workers: int = 0
+    """Processes that make batches ahead; 0: they are made when they are needed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.growing <= 1:
+            raise ValueError(f"data.growing: {self.growing}; expected a part, 0 to 1")
+        for name, fewest in {"needles": 1, "rows": 1, "pauses": 0, "workers": 0}.items():
+            expect_at_least(f"data.{name}", getattr(self, name), fewest)
+
+    def growing_steps(self, steps: int) -> int:
+        """Of so many in all."""
+        return int(self.growing * steps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoryData:
     """Texts in which facts of `atlas_lm.demo.facts` are hidden, with questions in between and at
     the end: the answers alone are learned. A step has as many tokens at every length."""
@@ -216,12 +250,13 @@ class StoryData:
         return int(self.growing * steps)
 
 
-Data = TextData | PythonText | RecallData | TaskData | QuestionData | StoryData
-KINDS: dict[str, type[Data]] = {
+Data = TextData | PythonText | RecallData | TaskData | QuestionData | HiddenData | StoryData
+KINDS: dict[str, type[Data]] = {  # what is a kind of another before that
     "text": TextData,
     "python": PythonText,
     "recall": RecallData,
     "task": TaskData,
+    "hidden": HiddenData,
     "questions": QuestionData,
     "stories": StoryData,
 }

@@ -36,13 +36,13 @@ class QuestionMaterial:
             ByteTokenizer() if data.tokenizer is None else FileTokenizer(data.tokenizer)
         )
         self.vocab: int | None = self.tokenizer.vocab
-        self._texts: dict[Part, Materials] = {
+        self.texts: dict[Part, Materials] = {
             part: Materials(self._folders(part), self.tokenizer, folder, part)
             for part in ("train", "eval")
         }
         self.tasks = tuple(TEXT_TASKS[name] for name in data.tasks)
         if any(task.name != "niah/pass-key" for task in self.tasks):
-            for texts in self._texts.values():
+            for texts in self.texts.values():
                 agreed(lambda texts=texts: texts.haystack.source)
 
     def _folders(self, part: Part) -> Folders:
@@ -80,7 +80,7 @@ class QuestionMaterial:
             raise ValueError(
                 f"{task.name}: {length} tokens, {ANSWER} of them for the answer; expected more"
             )
-        texts = self._texts[part]
+        texts = self.texts[part]
         samples = [texts.sample(task, length - ANSWER, number, seed) for number in numbers]
         made = [sample.row(length) for sample in samples]
         tokens, targets = (torch.from_numpy(np.stack(side)) for side in zip(*made, strict=True))

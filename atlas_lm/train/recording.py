@@ -4,11 +4,12 @@ for than to run, and here they are asked for once.
 A graph is of one shape of rows. What is different from step to step lies in tensors that stay where
 they are: tokens, targets, where those stand, by what the loss is divided, and memories that go on.
 How many tokens those have read is always the same to a graph: what counts is where in a chunk it
-begins, and the config sees to it that this is at its beginning.
+begins, and that a window of attention is full; the config sees to both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,19 +50,58 @@ class RecordedGradients(Gradients):
         super().__init__(config, ranks, objective)
         self._recordings: dict[tuple[int, ...], _Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._sums = Sums()
 
     def add(self, work: Work) -> tuple[Tensor, list[ModelState | None]]:
         """Gradients of these rows, in place of those there are."""
-        places = (work.targets.flatten() != NO_TARGET).nonzero()[:, 0]
-        room = LEAST_TARGETS
-        while room < len(places):
-            room *= 4
         state = self._begun(work, None if work.begins else self.carried[0])
+        share = int((work.targets != NO_TARGET).sum()) or 1
+        segments = work.segments(self.config.segment)
+        total = torch.zeros((), device=self.ranks.device)
+        self._sums.clear()
+        for segment in segments:
+            recorded = self._recorded(segment, state)
+            loss, state = recorded(segment, state, share)
+            total += loss
+            if len(segments) > 1:
+                self._sums.add(recorded.parameters, recorded.grads)
+        return total, [None if work.ends else state]
+
+    def _recorded(self, work: Work, state: ModelState | None) -> _Recording:
+        room = room_for(int((work.targets != NO_TARGET).sum()), work.tokens.numel())
         key = *work.tokens.shape, room, state is None, work.plain is None
         if key not in self._recordings:
             self._recordings[key] = _Recording(self, work, room, self._pool, state)
-        loss, after = self._recordings[key](work, places, state)
-        return loss, [None if work.ends else after]
+        return self._recordings[key]
+
+
+def room_for(targets: int, tokens: int) -> int:
+    """Places of a recording for so many targets; there are never more than tokens."""
+    room = LEAST_TARGETS
+    while room < targets:
+        room *= 4
+    return min(room, tokens)
+
+
+class Sums:
+    """Gradients of several recordings, each of which keeps its own in one place."""
+
+    def __init__(self) -> None:
+        self._all: dict[nn.Parameter, Tensor] = {}
+
+    def clear(self) -> None:
+        for total in self._all.values():
+            total.zero_()
+
+    def add(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+        """Add these, and give the sums to the parameters. Where memories go on, the weights that
+        they begin with have no gradient."""
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if grad is None:
+                continue
+            if parameter not in self._all:
+                self._all[parameter] = torch.zeros_like(grad)
+            parameter.grad = self._all[parameter].add_(grad)
 
 
 class _Recording:
@@ -95,8 +135,10 @@ class _Recording:
         self.grads = [p.grad for p in self.parameters]
 
     def __call__(
-        self, work: Work, places: Tensor, state: ModelState | None
+        self, work: Work, state: ModelState | None, share: int
     ) -> tuple[Tensor, ModelState]:
+        """Loss and memories after these rows, whose losses are divided by `share`."""
+        places = (work.targets.flatten() != NO_TARGET).nonzero()[:, 0]
         wanted, more = work.targets.flatten()[places], self.room - len(places)
         for mine, given in (
             (self.tokens, work.tokens),
@@ -110,7 +152,7 @@ class _Recording:
             given = state.tensors()
             for name, mine in self.before.tensors().items():
                 mine.copy_(given[name])
-        self.share.fill_(len(places))
+        self.share.fill_(share)
         self.graph.replay()
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad

@@ -6,6 +6,7 @@ A batch follows from the seed and the step, whatever the number of ranks: each t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atlas_lm.data.excerpts import Excerpts
 from atlas_lm.data.prepare import VALID, Options, prepare
 from atlas_lm.data.recall import associative_recall
 from atlas_lm.data.shards import MANIFEST, Shards
@@ -21,7 +23,15 @@ from atlas_lm.ops.host import to_device
 from atlas_lm.tasks.rows import EVALUATE, TRAIN, Rows, RowTask, row_task, rows
 from atlas_lm.text import Tokenizer
 from atlas_lm.train.config import TrainConfig
-from atlas_lm.train.data import PythonText, QuestionData, RecallData, StoryData, TaskData, TextData
+from atlas_lm.train.data import (
+    HiddenData,
+    PythonText,
+    QuestionData,
+    RecallData,
+    StoryData,
+    TaskData,
+    TextData,
+)
 from atlas_lm.train.ranks import Ranks, agreed
 
 if TYPE_CHECKING:
@@ -163,6 +173,10 @@ def open_material(config: TrainConfig, folder: Path) -> Material:
         return Recall(config.data)
     if isinstance(config.data, TaskData):
         return Tasks(config.data)
+    if isinstance(config.data, HiddenData):
+        from atlas_lm.train.hidden import HiddenMaterial
+
+        return HiddenMaterial(config.data, folder)
     if isinstance(config.data, QuestionData):
         from atlas_lm.train.questions import QuestionMaterial
 
@@ -199,6 +213,7 @@ class Text:
                 "--out DIR --valid 0.01`, then give --data.path DIR"
             )
         path = Path(data.path)
+        self.excerpts = data.excerpts
         self.shards = Shards.open(path)
         beside = path / VALID if (path / VALID / MANIFEST).exists() else None
         valid = beside if data.valid is None else Path(data.valid)
@@ -211,37 +226,30 @@ class Text:
         self.tokenizer: Tokenizer | None = self.shards.tokenizer()
         self.vocab: int | None = self.shards.manifest.vocab
 
-    def source(self, config: TrainConfig, ranks: Ranks) -> TextSource:
-        batches = Batches(
-            self.shards,
-            batch=config.batch,
-            length=config.length,
-            seed=config.seed,
-            rank=ranks.rank,
-            ranks=ranks.ranks,
-        )
-        return TextSource(batches, config.carry)
+    def source(self, config: TrainConfig, ranks: Ranks) -> Source:
+        batch, mine = config.batch, (ranks.rank, ranks.ranks)
+        return self._source(self.shards, config, batch, config.seed, *mine)
+
+    def _source(
+        self, shards: Shards, config: TrainConfig, batch: int, seed: int, rank: int, ranks: int
+    ) -> Source:
+        sizes = {"batch": batch, "length": config.length, "seed": seed}
+        if self.excerpts:
+            return ExcerptSource(Excerpts(shards, **sizes, rank=rank, ranks=ranks))
+        return TextSource(Batches(shards, **sizes, rank=rank, ranks=ranks), config.carry)
 
     def tests(self, config: TrainConfig, ranks: Ranks) -> Tests:
         if self.valid is None:
             return {}
-        batches = self._valid_batches(self.valid, config, ranks)
-        source = TextSource(batches, config.carry)
+        source = self._valid_source(self.valid, config, ranks)
         return {config.length: (source.next() for _ in range(config.evaluate_batches))}
 
-    def _valid_batches(self, valid: Shards, config: TrainConfig, ranks: Ranks) -> Batches:
+    def _valid_source(self, valid: Shards, config: TrainConfig, ranks: Ranks) -> Source:
         """As many rows as in training, or as the text has: half as many until it is enough."""
         batch, n, rank = config.batch, ranks.ranks, ranks.rank
         while True:
             try:
-                return Batches(
-                    valid,
-                    batch=batch,
-                    length=config.length,
-                    seed=EVALUATION_SEED,
-                    rank=rank,
-                    ranks=n,
-                )
+                return self._source(valid, config, batch, EVALUATION_SEED, rank, n)
             except ValueError:
                 if batch == 1:
                     raise
@@ -284,6 +292,23 @@ class TextSource:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.batches.load_state_dict(state)
+
+
+class ExcerptSource:
+    """Rows of one document each."""
+
+    def __init__(self, excerpts: Excerpts):
+        self.excerpts = excerpts
+
+    def next(self) -> Work:
+        tokens = self.excerpts.next()
+        return Work(tokens[:, :-1], tokens[:, 1:], None)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.excerpts.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.excerpts.step = int(state["step"])
 
 
 # Recall
@@ -465,5 +490,11 @@ class TaskSource:
 def epoch_order(seed: int, size: int, begin: int, count: int) -> np.ndarray:
     """Numbers of rows, from one place on: epochs one after the other, each in its own order."""
     first, last = begin // size, (begin + count - 1) // size
-    orders = [np.random.default_rng([seed, e]).permutation(size) for e in range(first, last + 1)]
+    orders = [_order(seed, size, epoch) for epoch in range(first, last + 1)]
     return np.concatenate(orders)[begin - first * size :][:count]
+
+
+@lru_cache(maxsize=32)
+def _order(seed: int, size: int, epoch: int) -> np.ndarray:
+    """To be read only: of many rows it takes longer to draw than a small model takes for a step."""
+    return np.random.default_rng([seed, epoch]).permutation(size)

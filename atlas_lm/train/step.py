@@ -35,6 +35,7 @@ class Gradients:
         targets = (work.targets != NO_TARGET).sum()
         # means over ranks: of targets here, of gradients in the exchange
         share = int(targets) if self.ranks.ranks == 1 else float(self.ranks.mean(targets))
+        share = share or 1  # a row of a text that goes on may ask nothing
         total = torch.zeros((), device=self.ranks.device)
         after: list[ModelState | None] = []
         for part, (rows, state) in enumerate(zip(self._parts(work), self.carried, strict=True)):

@@ -1,0 +1,17 @@
+"""How the commands end: what was wrong is one line, and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+def run(main: Callable[[], None]) -> None:
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        print(f"evidence: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,111 @@
+"""Models of a table asked at lengths they never learned: one evaluation each, then side by side.
+
+    python -m benchmarks.evidence.lengths babilong --data TEXTS --lengths 1k,4k,64k,1m,10m
+
+Every finished run of runs/TABLE is asked by `atlas-lm eval`, several at a time. After so many
+seconds they are stopped; the same command goes on. Table and pictures go to results/TABLE/lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import torch
+
+from atlas_lm.cli.eval import compared
+from atlas_lm.eval.results import RESULTS
+from atlas_lm.sweep.runs import RUNS, read_sweep, status_of
+from atlas_lm.whole_files import write_whole
+from benchmarks.evidence.command import run
+from benchmarks.gpu_sharing import share_gpu
+
+
+def parsed(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence.lengths", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("table", choices=["babilong", "niah", "language"])
+    parser.add_argument("--runs", type=Path, help="runs/TABLE")
+    parser.add_argument("--results", type=Path, help="results/TABLE/lengths")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="the folder of texts that they learned with; of language, texts to read",
+    )
+    parser.add_argument("--lengths", default="1k,4k,16k,64k,256k,1m,10m")
+    parser.add_argument("--samples", default="100", help="questions of a task and length")
+    parser.add_argument("--tokens", default="160m", help="of a task and length, at most")
+    parser.add_argument("--batch", default="16", help="questions that are read side by side")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    return parser.parse_args(args)
+
+
+def named(folder: Path) -> dict[str, Path]:
+    """Finished runs by their models, or where there are several of one, by their names."""
+    told = read_sweep(folder)
+    done = [name for name in told if status_of(folder / RUNS / name) == "finished"]
+    models = {name: told[name].settings["model"] for name in done}
+    alone = len(set(models.values())) == len(done)
+    return {models[name] if alone else name: folder / RUNS / name for name in done}
+
+
+def started(run: Path, out: Path, said: argparse.Namespace) -> subprocess.Popen:
+    command = [sys.executable, "-m", "atlas_lm", "eval", str(run / "model"), "--out", str(out)]
+    if torch.cuda.is_available():
+        command += ["--dtype", "bfloat16"]
+    if said.table == "language":
+        command += ["--tasks", "text", "--text", str(said.data)]
+    else:
+        command += ["--tasks", said.table, "--lengths", said.lengths, "--samples", said.samples]
+        command += ["--tokens", said.tokens, "--batch", said.batch]
+    if said.data is not None and said.table != "language":
+        command += ["--books", str(said.data / "test")]
+        if (said.data / "babi").is_dir() and said.table == "babilong":
+            command += ["--babi", str(said.data / "babi")]
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "log").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def main(args: list[str] | None = None) -> None:
+    said = parsed(args)
+    folder = said.runs or Path("runs") / said.table
+    results = said.results or Path("results") / said.table / "lengths"
+    runs = named(folder)
+    if not runs:
+        raise ValueError(f"{folder}: no finished run; train them first")
+    if said.table == "language" and said.data is None:
+        raise ValueError("language: no --data; expected a folder of texts that were not learned")
+    if said.jobs > 1 and torch.cuda.is_available():
+        share_gpu()
+    end, left = monotonic() + said.seconds, list(reversed(runs))
+    going: dict[str, subprocess.Popen] = {}
+    while (left or going) and monotonic() < end:
+        going = {name: process for name, process in going.items() if process.poll() is None}
+        while left and len(going) < said.jobs:
+            name = left.pop()
+            going[name] = started(runs[name], folder / "lengths" / name, said)
+        sleep(0.2)
+    for process in going.values():
+        process.send_signal(signal.SIGINT)
+    for process in going.values():
+        process.wait()
+    asked = [folder / "lengths" / name for name in runs]
+    found = [each for each in asked if (each / RESULTS).is_file()]
+    for each in asked:
+        print(f"== {each.name}", *(each / "log").read_text().splitlines()[-3:], sep="\n")
+    if found:
+        compared(found, results)
+    for each in found:
+        write_whole(results / f"{each.name}.json", (each / RESULTS).read_bytes())
+
+
+if __name__ == "__main__":
+    run(main)
