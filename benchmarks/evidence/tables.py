@@ -298,12 +298,12 @@ def _books(dim: int, scale: Scale) -> TrainConfig:
 
 
 def language(scale: Scale) -> list[Planned]:
-    five = ("transformer", "swa", "gated_delta_net", "titans", "omeganet", "atlas")
+    six = ("transformer", "swa", "gated_delta_net", "titans", "omeganet", "atlas")
     return planned(
         scale,
         lambda dim: (
             _books(dim, scale),
-            {n: m for n, m in mixers(chunk=64, stride=16).items() if n in five},
+            {n: m for n, m in mixers(chunk=64, stride=16).items() if n in six},
         ),
         dims=(256,),
         rates=("1e-3", "3e-3"),
