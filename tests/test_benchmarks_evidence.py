@@ -43,6 +43,7 @@ def test_a_table_from_end_to_end(tmp_path, capsys):
     assert "8 runs of 2 steps" in capsys.readouterr().out
     for _ in range(2):  # the second time there is nothing to do
         main(["recall", *chosen, *small, *folders])
+    main(["recall", "--tables-only", *folders])
     names = {path.name for path in (tmp_path / "results").iterdir()}
     assert {"table.csv", "runs.jsonl", "figure.png", "equal_state.png", "by_pairs.png"} <= names
     lines = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()

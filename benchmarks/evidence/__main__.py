@@ -40,6 +40,9 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--tests", type=int, help="batches of every evaluation")
+    parser.add_argument(
+        "--tables-only", action="store_true", help="of what there is, on any machine"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say which runs there would be")
     return parser.parse_args(args)
 
@@ -59,10 +62,10 @@ def main(args: list[str] | None = None) -> None:
         data=said.data,
     )
     table = TABLES[said.table]
-    runs = table.runs(scale)
-    if not runs:
+    runs = [] if said.tables_only else table.runs(scale)
+    if not (runs or said.tables_only):
         raise ValueError(f"--models {' '.join(said.models)}: none of the models of {said.table}")
-    if said.jobs > 1 and torch.cuda.is_available() and not said.dry_run:
+    if said.jobs > 1 and torch.cuda.is_available() and not (said.dry_run or said.tables_only):
         share_gpu()
     how = {"jobs": said.jobs, "seconds": said.seconds, "dry_run": said.dry_run}
     tuned = TUNED if len({run.settings[TUNED] for run in runs}) > 1 else None
