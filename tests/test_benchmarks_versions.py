@@ -47,8 +47,12 @@ def test_a_version_that_is_wrong_gets_no_time(packed, monkeypatch, capsys):
 
 
 def test_a_process_that_fails_says_why(packed):
-    found = versions.child(packed / "versions" / "00-old", "--check", ["titans"])
-    assert "benchmarks" in found["error"]
+    folder = packed / "versions" / "00-old"
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "__init__.py").touch()
+    (folder / "benchmarks" / "versions.py").write_text('raise SystemExit("no kernels here")')
+    found = versions.child(folder, "--check", ["titans"])
+    assert found == {"error": "no kernels here"}
     assert versions.judged(found.get("titans"), found["error"])["holds"] is False
 
 
