@@ -18,7 +18,8 @@ from atlas_lm.ops.triton.sizes import Sizes
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
 KEPT = 3 * 2**27
-"""Bytes of muon's steps that are kept from forward to backward, instead of made again."""
+"""Bytes of muon's steps that are kept from forward to backward, instead of made again, of one call:
+a model has as much for every layer, unless its blocks are computed again."""
 
 
 class Mixed(NamedTuple):
