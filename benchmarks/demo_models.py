@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic, sleep
 
 from atlas_lm.demo import tokenizer
 from atlas_lm.recipes.demo import demo
-from benchmarks.gpu_sharing import share_gpu
+from benchmarks.gpu_sharing import run_until, share_gpu, show_end
 
 LINES = 4
 """Of each log that are shown in the end."""
@@ -62,17 +60,10 @@ def main() -> None:
     if not (options.books / "tokenizer.json").exists():
         tokenizer.make(options.books / "train", options.books / "tokenizer.json", 4096)
     share_gpu()
-    end = monotonic() + options.seconds
-    runs = [started(name, options) for name in options.models]
-    while monotonic() < end and any(run.poll() is None for run in runs):
-        sleep(0.5)
-    for run in runs:
-        if run.poll() is None:
-            run.send_signal(signal.SIGINT)
-    for name, run in zip(options.models, runs, strict=True):
-        run.wait()
-        lines = (options.out / f"{name}.log").read_text().splitlines()
-        print(f"== {name}", *lines[-LINES:], sep="\n")
+    models = options.models
+    run_until(models, lambda name: started(name, options), len(models), options.seconds)
+    for name in models:
+        show_end(name, options.out / f"{name}.log", LINES)
 
 
 if __name__ == "__main__":

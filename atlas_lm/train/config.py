@@ -16,7 +16,7 @@ from atlas_lm.tasks.rows import row_task
 from atlas_lm.train.data import (
     KINDS,
     Data,
-    HiddenData,
+    GrowingTexts,
     PythonText,
     QuestionData,
     RecallData,
@@ -137,7 +137,7 @@ class TrainConfig:
             )
         if self.carry:
             self._check_carry()
-        if isinstance(self.data, StoryData | HiddenData):
+        if isinstance(self.data, GrowingTexts):
             self._check_rows(self.data)
         if self.graph:
             self._check_graph()
@@ -170,7 +170,7 @@ class TrainConfig:
                 "state has one size, or no --carry"
             )
 
-    def _check_rows(self, data: StoryData | HiddenData) -> None:
+    def _check_rows(self, data: GrowingTexts) -> None:
         """Texts that go on over several steps, or after others."""
         if data.rows == 1 and not data.pauses:
             return

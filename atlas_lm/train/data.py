@@ -140,29 +140,26 @@ class QuestionData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenData(QuestionData):
-    """The same tasks with more to learn from a text: questions stand in it wherever they can be
-    answered, all those of a story of bAbI, or of several needles. A step has as many tokens at
-    every length, and it is known which of them nobody asks about. Tested as QuestionData is."""
+class GrowingTexts:
+    """Texts that are made as it goes, the shorter ones first, and then go on over several steps."""
 
-    needles: int = 8
-    """Of a text with needles, at most."""
+    lengths: tuple[int, ...] = ()
+    """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
     rows: int = 1
     """Rows of a text, in steps that follow each other, once all lengths have come in: memories go
-    on. Gradients end where a row ends."""
+    on, and what an earlier row told is asked too. Gradients end where a row ends; a run is saved,
+    and stops, where texts do."""
     pauses: int = 0
     """Lengths of plain text, at most, that memories read before one row in eight of such texts,
-    without gradients."""
+    without gradients: what was told before it is to be known after it."""
     growing: float = 0.0
     """Part of the steps over which lengths come in one after the other, the shortest first."""
     workers: int = 0
     """Processes that make batches ahead; 0: they are made when they are needed."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.growing <= 1:
-            raise ValueError(f"data.growing: {self.growing}; expected a part, 0 to 1")
-        for name, fewest in {"needles": 1, "rows": 1, "pauses": 0, "workers": 0}.items():
+        expect_part("data.growing", self.growing)
+        for name, fewest in {"rows": 1, "pauses": 0, "workers": 0}.items():
             expect_at_least(f"data.{name}", getattr(self, name), fewest)
 
     def growing_steps(self, steps: int) -> int:
@@ -171,7 +168,22 @@ class HiddenData(QuestionData):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoryData:
+class HiddenData(QuestionData, GrowingTexts):
+    """The same tasks with more to learn from a text: questions stand in it wherever they can be
+    answered, all those of a story of bAbI, or of several needles. A step has as many tokens at
+    every length, and it is known which of them nobody asks about. Tested as QuestionData is."""
+
+    needles: int = 8
+    """Of a text with needles, at most."""
+
+    def __post_init__(self) -> None:
+        QuestionData.__post_init__(self)
+        GrowingTexts.__post_init__(self)
+        expect_at_least("data.needles", self.needles, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoryData(GrowingTexts):
     """Texts in which facts of `atlas_lm.demo.facts` are hidden, with questions in between and at
     the end: the answers alone are learned. A step has as many tokens at every length."""
 
@@ -190,17 +202,6 @@ class StoryData:
     again: float = 0.0
     """Part of the others that are no questions, in training: the fact is told again, and its value
     is to be known. A fact is found by its own words long before it is found by other words."""
-    lengths: tuple[int, ...] = ()
-    """Lengths in tokens to learn at, one drawn for every step; none: that of the run."""
-    rows: int = 1
-    """Rows of a text, in steps that follow each other, once all lengths have come in: memories go
-    on, and what an earlier row told is asked too. Gradients end where a row ends; a run is saved,
-    and stops, where texts do."""
-    pauses: int = 0
-    """Lengths of plain text, at most, that memories read before one row in eight of such texts,
-    without gradients: what was told before it is to be known after it."""
-    growing: float = 0.0
-    """Part of the steps over which lengths come in one after the other, the shortest first."""
     longer: tuple[int, ...] = ()
     """Lengths, besides that of the run, at which it is evaluated."""
     books: str | None = None
@@ -223,31 +224,23 @@ class StoryData:
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
     """A tokenizer.json; None: bytes."""
-    workers: int = 0
-    """Processes that make batches ahead; 0: they are made when they are needed."""
 
     def __post_init__(self) -> None:
         if len(self.facts) != 2 or not 1 <= self.facts[0] <= self.facts[1]:
             raise ValueError(
                 f"data.facts: {self.facts}; expected the fewest and the most, 1 or more"
             )
-        parts = "people unknown again growing strange invented loose text"
-        for name in parts.split():
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name}: {getattr(self, name)}; expected a part, 0 to 1")
+        super().__post_init__()
+        for name in ("people", "unknown", "again", "strange", "invented", "loose", "text"):
+            expect_part(f"data.{name}", getattr(self, name))
         if self.decoys < 0:
             raise ValueError(f"data.decoys: {self.decoys}; expected 0 or more")
         if self.loose > 0.5:
             raise ValueError(f"data.loose: {self.loose}; expected 0.5 at most")
-        least = {"moves": 1, "between": 0, "at_end": 1, "rows": 1, "pauses": 0, "workers": 0}
-        for name, fewest in least.items():
+        for name, fewest in {"moves": 1, "between": 0, "at_end": 1}.items():
             expect_at_least(f"data.{name}", getattr(self, name), fewest)
         for length in (*self.lengths, *self.longer):
             expect_at_least("data.lengths and data.longer", length, 1)
-
-    def growing_steps(self, steps: int) -> int:
-        """Of so many in all."""
-        return int(self.growing * steps)
 
 
 Data = TextData | PythonText | RecallData | TaskData | QuestionData | HiddenData | StoryData
@@ -265,3 +258,8 @@ KINDS: dict[str, type[Data]] = {  # what is a kind of another before that
 def expect_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{name}: {value}; expected a whole number, {least} or more")
+
+
+def expect_part(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: {value}; expected a part, 0 to 1")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from atlas_lm.tasks.samples import generator_of
 from atlas_lm.train.config import TrainConfig
-from atlas_lm.train.data import HiddenData, StoryData
+from atlas_lm.train.data import GrowingTexts
 from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.sources import Work, drawn_at
 
@@ -41,7 +41,7 @@ class Tells(Protocol):
     """What texts come from."""
 
     @property
-    def data(self) -> StoryData | HiddenData: ...
+    def data(self) -> GrowingTexts: ...
 
     def works(self, texts: Texts, pauses: Sequence[torch.Tensor | None]) -> list[Work]:
         """The rows of texts that begin together, as many as pauses, each after its own."""

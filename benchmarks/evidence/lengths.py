@@ -9,11 +9,9 @@ seconds they are stopped; the same command goes on. Table and pictures go to res
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic, sleep
 
 import torch
 
@@ -22,7 +20,10 @@ from atlas_lm.eval.results import RESULTS
 from atlas_lm.sweep.runs import RUNS, read_sweep, status_of
 from atlas_lm.whole_files import write_whole
 from benchmarks.evidence.command import run
-from benchmarks.gpu_sharing import share_gpu
+from benchmarks.gpu_sharing import run_until, share_gpu, show_end
+
+LINES = 3
+"""Of each log that are shown in the end."""
 
 
 def parsed(args: list[str] | None) -> argparse.Namespace:
@@ -65,13 +66,19 @@ def started(run: Path, out: Path, said: argparse.Namespace) -> subprocess.Popen:
     else:
         command += ["--tasks", said.table, "--lengths", said.lengths, "--samples", said.samples]
         command += ["--tokens", said.tokens, "--batch", said.batch]
-    if said.data is not None and said.table != "language":
-        command += ["--books", str(said.data / "test")]
-        if (said.data / "babi").is_dir() and said.table == "babilong":
-            command += ["--babi", str(said.data / "babi")]
+        command += _texts(said)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log").open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def _texts(said: argparse.Namespace) -> list[str]:
+    """Where questions and the texts around them come from, if it is said."""
+    if said.data is None:
+        return []
+    babi = said.data / "babi"
+    there = said.table == "babilong" and babi.is_dir()
+    return ["--books", str(said.data / "test"), *(["--babi", str(babi)] if there else [])]
 
 
 def main(args: list[str] | None = None) -> None:
@@ -85,22 +92,12 @@ def main(args: list[str] | None = None) -> None:
         raise ValueError("language: no --data; expected a folder of texts that were not learned")
     if said.jobs > 1 and torch.cuda.is_available():
         share_gpu()
-    end, left = monotonic() + said.seconds, list(reversed(runs))
-    going: dict[str, subprocess.Popen] = {}
-    while (left or going) and monotonic() < end:
-        going = {name: process for name, process in going.items() if process.poll() is None}
-        while left and len(going) < said.jobs:
-            name = left.pop()
-            going[name] = started(runs[name], folder / "lengths" / name, said)
-        sleep(0.2)
-    for process in going.values():
-        process.send_signal(signal.SIGINT)
-    for process in going.values():
-        process.wait()
-    asked = [folder / "lengths" / name for name in runs]
-    found = [each for each in asked if (each / RESULTS).is_file()]
-    for each in asked:
-        print(f"== {each.name}", *(each / "log").read_text().splitlines()[-3:], sep="\n")
+    asked = {name: folder / "lengths" / name for name in runs}
+    run_until(runs, lambda name: started(runs[name], asked[name], said), said.jobs, said.seconds)
+    for name, out in asked.items():
+        if (out / "log").exists():  # time was not over before its turn came
+            show_end(name, out / "log", LINES)
+    found = [out for out in asked.values() if (out / RESULTS).is_file()]
     if found:
         compared(found, results)
     for each in found:

@@ -131,6 +131,16 @@ def _step(xs, inner, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr, NB: tl.conste
 
 
 @triton.jit
+def _steps(xs, SCHEDULE: tl.constexpr, DOT: tl.constexpr, NB: tl.constexpr):
+    """NS of the matrix."""
+    xs = _scaled(xs, _inverse_norm(xs, NB), NB)
+    for i in range(len(SCHEDULE)):
+        _, inner = _squares(xs, i, SCHEDULE, DOT, NB)
+        xs = _step(xs, inner, i, SCHEDULE, DOT, NB)
+    return xs
+
+
+@triton.jit
 def _kept(scratch, i, block, ROOM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Where a block of iterate i is kept."""
     at = scratch + i * ROOM + block * (BR * BC)
@@ -318,10 +328,7 @@ def forward(
     """NS of matrix `[n, ., .]`, one a program."""
     at = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
     xs = _load(matrix + at, ROWS, COLUMNS, TALL, BR, BC, NB)
-    xs = _scaled(xs, _inverse_norm(xs, NB), NB)
-    for i in range(len(SCHEDULE)):
-        _, inner = _squares(xs, i, SCHEDULE, DOT, NB)
-        xs = _step(xs, inner, i, SCHEDULE, DOT, NB)
+    xs = _steps(xs, SCHEDULE, DOT, NB)
     _store(out + at, xs, ROWS, COLUMNS, TALL, BR, BC, NB)
 
 
@@ -366,10 +373,7 @@ def _momentum_step(
         entering, short, long, share, kept, index, points, SIZE,
         PAIRS, TAIL, ROWS, COLUMNS, TALL, BR, BC, NB, DOT,
     )  # fmt: skip
-    xs = _scaled(s, _inverse_norm(s, NB), NB)
-    for i in range(len(SCHEDULE)):
-        _, inner = _squares(xs, i, SCHEDULE, DOT, NB)
-        xs = _step(xs, inner, i, SCHEDULE, DOT, NB)
+    xs = _steps(s, SCHEDULE, DOT, NB)
     _store(out + index.to(tl.int64) * SIZE, xs, ROWS, COLUMNS, TALL, BR, BC, NB)
 
 
