@@ -14,16 +14,14 @@ from atlas_lm.ops.triton.reads import (
     Meeting,
     Mixed,
     Plan,
-    ReadGradients,
     Tables,
     Way,
     Written,
-    backward_warps,
     constants,
     either,
 )
+from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
 from atlas_lm.ops.triton.writing import write_kernel
-from atlas_lm.ops.triton.writing_backward import write_backward_kernel
 
 
 class Segment(NamedTuple):
@@ -96,54 +94,30 @@ class AdditiveBackward(Backward):
         weights, momentum, _ = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
         here = self.mixed.at(part)
-        segment = written_segment(
-            self.plan,
-            self.k,
-            self.v,
-            here,
-            self.tables,
-            part,
-            carry,
-            self.anchor,
-            self.initial,
-            keep=True,
-        )
+        args = self.plan, self.k, self.v, here, self.tables, part, carry
+        segment = written_segment(*args, self.anchor, self.initial, keep=True)
         found = self.read_backward(part, dy, segment.written())
-        self._write_backward(part, here, segment, found)
-
-    def _write_backward(self, part: slice, here: Mixed, segment: Segment, found: ReadGradients):
-        plan, t, k = self.plan, self.tables, self.k[part]
-        own = plan.own and part.start == 0
+        stood = Stood(segment.states, segment.weights, segment.momenta, segment.factors)
         assert here.share is not None
         pulls = here.share[:, :, -1:]
         if here.push is not None:
             pulls = torch.cat([pulls, here.push], 2)
-        team = plan.sizes.team
-        d_pulls = pulls.new_empty(team, *pulls.shape)
-        d_last = torch.empty(team, *pulls.shape[:2], 3, device=k.device)
-        launch(
-            write_backward_kernel, (plan.rows_and_heads * team,),
-            k, self.v[part], here.kept, either(here.steps, here.kept),
-            either(here.push_kept, here.kept), pulls.contiguous(), plan.marks[part],
-            segment.states, segment.weights, segment.momenta,
-            self.anchor if own else segment.states, self.g_anchor,
-            t.gain, t.residual, *segment.factors, t.left, t.right, t.scale,
-            found.states, found.terms, *found.factors, self.g_weights, self.g_momentum,
-            self.g_initial, self.g_anchors, self.pushes, found.dk, self.dv[part], d_pulls, d_last,
-            self.d_gain_write, self.d_degrees_write, self.scratch, *Meeting.of(plan),
-            k.shape[0], plan.rows_and_heads, plan.sizes.heads,
-            warps=backward_warps(plan.sizes), OWN=own, **constants(plan, k),
-        )  # fmt: skip
-        self.dk[part] = found.dk.sum(0)
-        d_pulls, d_last = d_pulls.sum(0), d_last.sum(0)
+        back = WriteGradients(self, part, here, pulls.contiguous(), stood, found, self.pushes)
+        for n in reversed(range(len(pulls))):
+            back(n)
+        self._leave(part, back.sums())
+
+    def _leave(self, part: slice, sums: Sums) -> None:
+        """What the pieces left, to where it belongs."""
+        self.dk[part] = sums.dk
         d_kept, d_steps, d_share, d_push_kept, d_push = self.d_mixed.at(part)
         assert d_share is not None
-        d_kept[..., -1] += d_last[..., 0]
-        d_share[:, :, -1] += d_pulls[:, :, 0]
+        d_kept[..., -1] += sums.last[..., 0]
+        d_share[:, :, -1] += sums.pulls[:, :, 0]
         if d_steps is not None and d_push is not None and d_push_kept is not None:
-            d_steps[..., -1, 0] += d_last[..., 1]
-            d_push_kept[..., 0] = d_last[..., 2]
-            d_push[:, :, 0] = d_pulls[:, :, 1]
+            d_steps[..., -1, 0] += sums.last[..., 1]
+            d_push_kept[..., 0] = sums.last[..., 2]
+            d_push[:, :, 0] = sums.pulls[:, :, 1]
 
 
 ADDITIVE = Way(write, AdditiveBackward, keeps_steps=False)

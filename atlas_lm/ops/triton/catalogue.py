@@ -28,16 +28,16 @@ from atlas_lm.ops.triton.launch import without_wgmma
 from atlas_lm.ops.triton.layout import sizes_of
 from atlas_lm.ops.triton.muon_kernels import (
     advance_kernel,
-    carry_kernel,
-    factors_backward_kernel,
+    branch_kernel,
     factors_kernel,
+    hidden_kernel,
 )
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
-from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
-from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.ops.triton.reads import takes_wgmma
+from atlas_lm.ops.triton.sizes import Sizes, by_blocks
 from atlas_lm.ops.triton.writing import write_kernel
-from atlas_lm.ops.triton.writing_backward import write_backward_kernel
+from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
 from atlas_lm.rules import RULES, Rule
 
 KIB = 1024
@@ -103,14 +103,15 @@ CASES = {
 }
 """What memories are written and read for: the shapes that speed is measured at."""
 
-ADDITIVE = write_kernel, write_backward_kernel
-MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
-WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
+BY_BLOCKS = hidden_kernel, branch_kernel, factors_kernel, pull_kernel, error_kernel, settle_kernel
+"""Whose programs have a block of a memory each."""
+DEEP = hidden_kernel, pull_kernel, error_kernel
+"""What linear memories do without."""
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
-ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi"}
+ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi", "do"}
 """Tensors in the dtype of the inputs."""
-COUNTS = {"pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
+COUNTS = {"piece", "pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
 
 
 @cache
@@ -135,8 +136,16 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     weights = init_memory(rule, 16, case.d_k, case.d_v, case.hidden, device="meta")
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
-    writes = MUON if rule.optimizer == "muon" else ADDITIVE
-    return [memory_kernel(name, fn, sizes) for fn in (*writes, read_kernel, read_backward_kernel)]
+    muon = hidden_kernel, branch_kernel, factors_kernel, advance_kernel
+    writes = muon if rule.optimizer == "muon" else (write_kernel,)
+    reads = read_kernel, read_backward_kernel
+    every = (*writes, *reads, pull_kernel, error_kernel, settle_kernel)
+    blocks = by_blocks(sizes, 128, 132)
+    return [
+        memory_kernel(name, fn, blocks if fn in BY_BLOCKS else sizes)
+        for fn in every
+        if sizes.network != 0 or fn not in DEEP
+    ]
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
@@ -159,7 +168,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         fn=fn,
         signature={argument: kind(argument) for argument in fn.arg_names},
         constexprs=constants,
-        num_warps=backward_warps(sizes) if fn in WRITES_BACKWARD else 4,
+        num_warps=4,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
     )

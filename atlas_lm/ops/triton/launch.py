@@ -27,11 +27,12 @@ def launch(
     registers: int | None = None,
     wgmma: bool = True,
     **constants: Any,
-) -> None:
+) -> Any:
     """`kernel[grid](*args, **constants)`: tensors first, compile-time arguments last.
 
     Integers between them must not be specialised on. `registers`: the most a thread may have.
-    Without `wgmma`, products on Hopper are compiled as on the cards before it.
+    Without `wgmma`, products on Hopper are compiled as on the cards before it. Returns what was
+    compiled, or None under Triton's interpreter.
     """
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*args, **constants)
@@ -52,14 +53,41 @@ def launch(
     found = _compiled.get(key) if offset % 16 == 0 else None
     if found is None:
         with nullcontext() if wgmma else without_wgmma():
-            made = kernel[grid](
+            found = kernel[grid](
                 *args, **constants, num_warps=warps, maxnreg=registers, num_stages=1
             )
         if offset % 16 == 0:
-            _compiled[key] = made
+            _compiled[key] = found
     else:
         found[(*grid, 1, 1)[:3]](*args, *values)
-    return None
+    return found
+
+
+class Repeated:
+    """A launch that is made many times, with one number changed: `repeated(number)`.
+
+    What `launch` looks up is looked up once.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any):
+        """Among `args`, `NUMBER` stands where the number goes."""
+        self.kernel, self.grid, self.args, self.options = kernel, grid, list(args), options
+        self.place = next(i for i, x in enumerate(args) if x is NUMBER)
+        self.run: Any = None
+
+    def __call__(self, number: int) -> None:
+        self.args[self.place] = number
+        if self.run is not None:
+            self.run(*self.args)
+            return
+        made = launch(self.kernel, self.grid, *self.args, **self.options)
+        if made is not None:
+            names = self.kernel.arg_names[len(self.args) :]
+            self.args += [self.options[name] for name in names]
+            self.run = made[(*self.grid, 1, 1)[:3]]
+
+
+NUMBER = object()
 
 
 @contextmanager

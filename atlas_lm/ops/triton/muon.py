@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.launch import NUMBER, Repeated, launch, processors
 from atlas_lm.ops.triton.muon_kernels import (
     advance_kernel,
-    carry_kernel,
-    factors_backward_kernel,
+    branch_kernel,
     factors_kernel,
+    hidden_kernel,
 )
 from atlas_lm.ops.triton.newton_schulz import (
     Momenta,
@@ -25,20 +25,16 @@ from atlas_lm.ops.triton.newton_schulz import (
 from atlas_lm.ops.triton.reads import (
     Backward,
     Factors,
-    Meeting,
     Mixed,
     Plan,
     ReadGradients,
     Tables,
     Way,
     Written,
-    backward_warps,
     constants,
 )
-from atlas_lm.ops.triton.sizes import Sizes
-
-BLOCK = 1024
-"""Weights that one program of `carry_kernel` takes."""
+from atlas_lm.ops.triton.sizes import Sizes, by_blocks
+from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
 
 
 def places(sizes: Sizes) -> list[int]:
@@ -78,28 +74,47 @@ class Segment:
     ):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
-        self.constants, self.meeting = constants(plan, k), Meeting.of(plan)
-        self.meetings = 2 if s.tail else 1
-        self.k, self.v = k[part].unbind(0), v[part].unbind(0)
+        self.constants, self.count = constants(plan, k), count
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
         self.stepped = steps is not None
         self.all_terms = k.new_empty(count, z, s.terms, s.size) if steps is None else steps
         rooms = torch.empty(2, count + 1 if keep else 1, z, s.size, device=k.device)
-        all_weights, all_momenta = rooms.expand(-1, count + 1, -1, -1)
-        self.states, self.weights = self.all_states.unbind(0), all_weights.unbind(0)
-        self.momenta, self.terms = all_momenta.unbind(0), self.all_terms.unbind(0)
-        self.own = plan.own and part.start == 0
-        self.anchors = (anchor,) if self.own else self.states
+        self.all_weights, self.all_momenta = rooms.expand(-1, count + 1, -1, -1)
+        self.states, self.weights = self.all_states.unbind(0), self.all_weights.unbind(0)
+        self.momenta, self.terms = self.all_momenta.unbind(0), self.all_terms.unbind(0)
         self.all_factors = Factors.room(count, plan, k)
         self.factors = [
             Factors(*x) for x in zip(*(f.unbind(0) for f in self.all_factors), strict=True)
         ]
         phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
         self.phi, self.mixed = phi.unbind(0), mixed.pieces(count)
+        own = plan.own and part.start == 0
+        at = anchor if own else self.all_states
+        self.make_factors = self._make_factors(k[part], v[part], at, phi)
         self.groups = same_size(s)
         self.steps_to = from_place(self.all_terms, s)
-        self.sources = self._sources(from_place(all_momenta[:-1], s), mixed)
+        self.sources = self._sources(from_place(self.all_momenta[:-1], s), mixed)
+
+    def _make_factors(self, k: Tensor, v: Tensor, anchor: Tensor, phi: Tensor) -> list[Repeated]:
+        """What is launched for the factors of a piece's pairs, one after the other."""
+        plan, t, f, z = self.plan, self.tables, self.all_factors, k.shape[1]
+        s = by_blocks(plan.sizes, z, processors(k.device))
+        parts = torch.empty(z, s.team * s.pairs * s.d_v if s.network else 1, device=k.device)
+        tables, blocks = (t.left, t.right, t.scale), (z * s.team, 2 if s.tail else 1)
+        number = NUMBER, z, s.heads
+        options = self.constants | {"S": s._replace(heads=0)}
+        hidden = Repeated(hidden_kernel, blocks, k, anchor, f.h, parts, *tables, *number, **options)
+        branch = Repeated(
+            branch_kernel, (z, triton.cdiv(s.pairs, 16)),
+            k, v, t.gain, t.residual, parts, f.u1, phi, *tables, *number, **options,
+        )  # fmt: skip
+        factors = Repeated(
+            factors_kernel, blocks, k, v, anchor, f.u1, f.u2, f.u3, *tables, *number, **options
+        )
+        if s.network != 0:
+            return [hidden, branch, factors]
+        return [factors] if s.features == s.d_k else [branch, factors]
 
     def _sources(self, entering: list[tuple[Tensor, ...]], mixed: Mixed) -> list[list[Momenta]]:
         """Of each piece, for matrices of one size at a time: what their momenta are made of."""
@@ -120,19 +135,18 @@ class Segment:
             )
         return made
 
+    def stood(self) -> Stood:
+        return Stood(self.all_states, self.all_weights, self.all_momenta, self.all_factors)
+
     def written(self) -> Written:
         return Written(self.all_states[:-1], self.all_terms, self.all_factors)
 
     def write(self, n: int) -> None:
         """Piece n, from the state before it to the state after it."""
-        plan, s, t = self.plan, self.plan.sizes, self.tables
-        z, factors, here = plan.rows_and_heads, self.factors[n], self.mixed[n]
-        launch(
-            factors_kernel, (z * s.team, 2 if s.tail and s.team == 1 else 1),
-            self.k[n], self.v[n], self.anchors[n], t.gain, t.residual, *factors, self.phi[n],
-            t.left, t.right, t.scale, *self.meeting, n * self.meetings + 1, s.heads,
-            **self.constants,
-        )  # fmt: skip
+        s, z = self.plan.sizes, self.plan.rows_and_heads
+        factors, here = self.factors[n], self.mixed[n]
+        for repeated in self.make_factors:
+            repeated(n)
         if not self.stepped:
             self.step(n)
         blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
@@ -181,7 +195,7 @@ def written_segment(
         (segment.momenta, momentum),
     ):
         room[0].copy_(first)
-    for n in range(len(segment.k)):
+    for n in range(segment.count):
         segment.write(n)
         segment.settle(n, anchors, initial)
     weights.copy_(segment.weights[-1])
@@ -193,106 +207,63 @@ def write(*args) -> Written:
     return written_segment(*args, keep=False, steps=None).written()
 
 
-class Sums(NamedTuple):
-    """Gradients of gates that the pieces of a segment leave, each a share of a sum."""
-
-    steps: Tensor
-    """`[n 2 matrices z m]`: of the last steps, and of push_kept at the stride points."""
-    carry: Tensor
-    """`[n z blocks 2]`: of the last push_kept, and of the last kept."""
-    dk: Tensor
-    """`[n team z p k]`, float32"""
-    push: Tensor
-    """`[n team z j p]`"""
-
-
 class MuonBackward(Backward):
+    def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
+        super().begin(g_weights, g_momentum, g_anchors, anchor)
+        s = self.plan.sizes
+        self.pushes = self.k.new_empty(self.plan.rows_and_heads, s.pulls, s.size)
+        self.pushes[:, -1] = self.g_momentum
+
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         weights, momentum, steps = checkpoint
         carry = [weights, momentum, torch.empty_like(weights)]
-        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part, carry
+        here = self.mixed.at(part)
+        args = self.plan, self.k, self.v, here, self.tables, part, carry
         segment = written_segment(*args, self.anchor, self.initial, keep=True, steps=steps)
         found = self.read_backward(part, dy, segment.written())
-        s, z, count = self.plan.sizes, self.plan.rows_and_heads, len(segment.k)
-        wide = {"device": self.k.device}
-        sums = Sums(
-            steps=torch.empty(count, 2, len(places(s)), z, s.terms, **wide),
-            carry=torch.empty(count, z, triton.cdiv(s.size, BLOCK), 2, **wide),
-            dk=torch.empty(count, s.team, *self.k.shape[1:], **wide),
-            push=torch.empty(count, s.team, z, s.pulls, s.pairs, **wide),
-        )
-        self._pieces(part, segment, found, sums)
-        self._leave(part, sums)
+        s, z, count = self.plan.sizes, self.plan.rows_and_heads, segment.count
+        of_steps = torch.empty(count, 2, len(places(s)), z, s.terms, device=self.k.device)
+        assert here.push is not None
+        back = WriteGradients(self, part, here, here.push, segment.stood(), found, self.pushes)
+        step_back = self._steps_backward(segment, here, found, of_steps)
+        for n in reversed(range(count)):
+            step_back(n)
+            back(n)
+        self._leave(part, back.sums(), of_steps)
 
-    def _pieces(self, part: slice, segment: Segment, found: ReadGradients, sums: Sums) -> None:
-        """From after the last piece to before the first."""
-        s, here = self.plan.sizes, self.mixed.at(part)
+    def _steps_backward(
+        self, segment: Segment, here: Mixed, found: ReadGradients, of_steps: Tensor
+    ) -> Callable[[int], None]:
+        """From the gradients of weights and steps of a piece to those of its momenta."""
+        s = self.plan.sizes
         assert here.steps is not None
-        pushes = self.k.new_empty(self.plan.rows_and_heads, s.pulls, s.size)
-        pushed = from_place(pushes[None], s)[0]
+        pushed = from_place(self.pushes[None], s)[0]
         g_weights = from_place(self.g_weights[None], s)[0]
         reads, last = from_place(found.terms, s), here.steps[:, :, -1].contiguous().unbind(0)
-        rest = [x.unbind(0) for x in (found.states, *sums, self.dv[part])]
-        meeting = Meeting.of(self.plan)
-        for n in reversed(range(len(segment.k))):
-            d_state, of_steps, of_carry, dk, d_push, dv = (x[n] for x in rest)
+
+        def step_back(n: int) -> None:
             for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):
                 grads = StepGradients(reads[n][group.start], last[n], g_weights[group.start])
-                out = pushed[group.start], of_steps[0, group], of_steps[1, group]
+                out = pushed[group.start], of_steps[n, 0, group], of_steps[n, 1, group]
                 momentum_steps_backward(
                     momenta, s.size, self.plan.steps, self.plan.coefficients, grads, *out
                 )
-            self._through_carry(segment, n, d_state, pushes, of_carry)
-            self._through_factors(segment, n, pushes, dk, dv, d_push, meeting)
-            self._begin(part.start + n)
 
-    def _begin(self, number: int) -> None:
-        """Where the piece began a document, its gradients go to the initial weights."""
-        if not self.plan.marked[number]:
-            return
-        marks = self.plan.marks[number][:, None]
-        fresh, keep = (marks & 1) != 0, (marks & 2) != 0
-        self.g_weights += torch.where(keep, self.g_anchors, 0.0)
-        self.g_initial += torch.where(fresh, self.g_weights, 0.0)
-        self.g_weights.masked_fill_(fresh, 0.0)
-        self.g_momentum.masked_fill_(fresh, 0.0)
+        return step_back
 
-    def _through_carry(self, segment: Segment, n: int, d_state, pushes: Tensor, sums: Tensor):
-        z, here, blocks = self.plan.rows_and_heads, segment.mixed[n], sums.shape[1]
-        launch(
-            carry_kernel, (z, blocks),
-            self.g_weights, self.g_momentum, segment.weights[n], segment.momenta[n], d_state,
-            pushes, here.kept, here.push_kept, sums, blocks,
-            BLOCK=BLOCK, S=segment.constants["S"],
-        )  # fmt: skip
-
-    def _through_factors(self, segment: Segment, n: int, pushes, dk, dv, d_push, meeting: Meeting):
-        plan, t, k, z = self.plan, self.tables, segment.k[n], self.plan.rows_and_heads
-        number = (len(segment.k) - 1 - n) * segment.meetings + 1
-        d_anchor = self.g_anchor if segment.own else self.g_weights
-        launch(
-            factors_backward_kernel, (z * plan.sizes.team,),
-            k, segment.v[n], segment.anchors[n], d_anchor, t.gain, t.residual,
-            *segment.factors[n], pushes, segment.mixed[n].push, dk, dv, d_push,
-            self.d_gain_write, self.d_degrees_write, self.scratch, t.left, t.right, t.scale,
-            *meeting, number, z, plan.sizes.heads,
-            warps=backward_warps(plan.sizes), **segment.constants,
-        )  # fmt: skip
-
-    def _leave(self, part: slice, sums: Sums) -> None:
+    def _leave(self, part: slice, sums: Sums, of_steps: Tensor) -> None:
         """What the pieces left, to where it belongs."""
+        self.dk[part] = sums.dk
         d_kept, d_steps, _, d_push_kept, d_push = self.d_mixed.at(part)
         assert d_steps is not None
         assert d_push_kept is not None
         assert d_push is not None
-        of_last, of_kept = sums.steps.sum(2).unbind(1)
-        of_carry = sums.carry.sum(2)
+        of_last, of_kept = of_steps.sum(2).unbind(1)
         d_steps[:, :, -1] += of_last
         d_push_kept[:, :, :-1] = of_kept
-        d_push_kept[:, :, -1] = of_carry[..., 0]
-        d_kept[:, :, -1] += of_carry[..., 1]
-        d_push.copy_(sums.push.sum(1))
-        self.dk[part] = sums.dk.sum(1)
+        d_push_kept[:, :, -1] = sums.last[..., 2]
+        d_kept[:, :, -1] += sums.last[..., 0]
+        d_push.copy_(sums.pulls)
 
 
 MUON = Way(write, MuonBackward, keeps_steps=True)

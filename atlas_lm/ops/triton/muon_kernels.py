@@ -1,18 +1,17 @@
-"""Muon, piece by piece: factors, then steps (`newton_schulz`), then the new state; and back.
+"""Muon, piece by piece: factors, then steps (`newton_schulz`), then the new state.
 
-Every phase is a launch of its own, since the steps of one memory are made by many programs.
+Every phase is a launch of its own, since one memory is written by many programs: they have a block
+of its hidden layer, some pairs or a matrix each.
 """
 
 import triton
 import triton.language as tl
 
-from atlas_lm.ops.triton.pairs import deep_factors, linear_factors
-from atlas_lm.ops.triton.pairs_backward import (
-    leave_pulls,
-    through_branch,
-    through_hidden,
-    through_sums,
-    to_keys,
+from atlas_lm.ops.triton.pairs import (
+    error_at_branch,
+    hidden_layer,
+    linear_factors,
+    sum_of_parts,
 )
 from atlas_lm.ops.triton.tiles import dot, features, put, tile
 from atlas_lm.ops.triton.writing import outer_sum
@@ -30,58 +29,123 @@ def keep_features(k, phi, rows, height, left, right, scale, S: tl.constexpr):
 
 
 @triton.jit
-def some_factors(
-    k, v, anchor, gain, residual, u1, h, u2, u3, phi, rows, height, left, right, scale,
-    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
+def hidden_pairs(
+    k, anchor, h, part, rows, hs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
+):
+    """A block of the hidden layer at the pairs `rows`, and its part of what the second gives."""
+    V: tl.constexpr = S.block_v
+    vs = tl.arange(0, V)
+    x, _, _ = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+    put(h, x, rows, hs, height, S.hidden)
+    o = dot(x, tl.trans(tile(anchor, vs, hs, S.d_v, S.hidden)), DOT)
+    put(part, o, rows, vs, height, S.d_v)
+
+
+@triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
+def hidden_kernel(
+    k, anchor, h, parts, left, right, scale, piece, rows_and_heads, heads,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Pairs `rows` below `height`: the factors of their gradients, written out."""
-    if S.network == 0:
-        F: tl.constexpr = S.block_share
-        vs = member * S.share + tl.arange(0, F)
-        linear_factors(k, v, anchor, u1, rows, vs, height, left, right, scale, S, DOT)
-    else:
-        deep_factors(
-            k, v, anchor, gain, residual, u1, h, u2, u3, rows, height, left, right, scale,
-            room, arrived, meeting, member, S, DOT,
-        )  # fmt: skip
-    if S.features != S.d_k:  # noqa: SIM102 (a constant and a running value)
-        if member == 0:
-            keep_features(k, phi, rows, height, left, right, scale, S)
-
-
-@triton.jit(do_not_specialize=["heads", "meeting"])
-def factors_kernel(
-    k, v, anchor, gain, residual, u1, h, u2, u3, phi, left, right, scale, room, arrived, meeting,
-    heads, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The pairs of one piece, one row and head a team. `meeting`: its first in this launch.
-
-    Those before the piece have a program of their own where a memory has no more than one.
-    """
+    """One block of the hidden layer, and the piece's own pairs or those before it, a program."""
     z = (tl.program_id(0) // S.team).to(tl.int64)
-    member = tl.program_id(0) % S.team
-    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
-    head = z % heads
-    pairs = z * S.pairs
+    at = piece * rows_and_heads + z
+    pairs = at * S.pairs
+    k, anchor, h = k + pairs * S.d_k, anchor + at * S.size, h + pairs * S.hidden
+    parts += tl.program_id(0).to(tl.int64) * S.pairs * S.d_v
+    scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
-    k, v, anchor = k + pairs * S.d_k, v + pairs * S.d_v, anchor + z * S.size
-    gain, residual = gain + head * S.d_v, residual + head * S.d_v * S.d_k
-    scale += head * S.features
-    deep = pairs * S.hidden
-    u1, h, u2, u3 = u1 + pairs * S.d_v, h + deep, u2 + deep, u3 + deep
-    phi += pairs * S.pitch
-    both: tl.constexpr = S.team > 1
-    if both or tl.program_id(1) == 0:
+    F: tl.constexpr = S.block_share
+    hs = (tl.program_id(0) % S.team) * F + tl.arange(0, F)
+    if tl.program_id(1) == 0:
+        rows = S.tail + tl.arange(0, LENGTH)
+        hidden_pairs(k, anchor, h, parts, rows, hs, S.pairs, left, right, scale, S, DOT)
+    if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
+        if tl.program_id(1) == 1:
+            rows = tl.arange(0, TAIL)
+            hidden_pairs(k, anchor, h, parts, rows, hs, S.tail, left, right, scale, S, DOT)
+
+
+@triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
+def branch_kernel(
+    k, v, gain, residual, parts, u1, phi, left, right, scale, piece, rows_and_heads, heads,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """u1 of 16 pairs a program, from the parts of the branch; and their features."""
+    ROWS: tl.constexpr = 16
+    V: tl.constexpr = S.block_v
+    z = tl.program_id(0).to(tl.int64)
+    head, pairs = z % heads, (piece * rows_and_heads + z) * S.pairs
+    rows, vs = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
+    k += pairs * S.d_k
+    if S.network != 0:
+        o = sum_of_parts(parts + z * S.team * S.pairs * S.d_v, rows, vs, 0, 1, S)
+        error, _, _, _ = error_at_branch(
+            o, k, v + pairs * S.d_v, gain + head * S.d_v, residual + head * S.d_v * S.d_k,
+            rows, vs, S.pairs, S, DOT,
+        )  # fmt: skip
+        put(u1 + pairs * S.d_v, error, rows, vs, S.pairs, S.d_v)
+    if S.features != S.d_k:
+        scale += head * S.features
+        keep_features(k, phi + pairs * S.pitch, rows, S.pairs, left, right, scale, S)
+
+
+@triton.jit
+def back_to_hidden(
+    k, anchor, u1, u2, u3, rows, hs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
+):
+    """u2 (and u3) of a block of the hidden layer, from u1."""
+    V: tl.constexpr = S.block_v
+    vs = tl.arange(0, V)
+    error, w1 = tile(u1, rows, vs, height, S.d_v), tile(anchor, vs, hs, S.d_v, S.hidden)
+    _, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+    back = dot(error, w1, DOT)
+    put(u2, back * to_z, rows, hs, height, S.hidden)
+    if S.network == 2:
+        put(u3, back * gate, rows, hs, height, S.hidden)
+
+
+@triton.jit
+def some_factors(
+    k, v, anchor, u1, u2, u3, rows, height, left, right, scale, member,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Pairs `rows` below `height`: the last factors of their gradients, written out."""
+    F: tl.constexpr = S.block_share
+    outs = member * F + tl.arange(0, F)
+    if S.network == 0:
+        linear_factors(k, v, anchor, u1, rows, outs, height, left, right, scale, S, DOT)
+    else:
+        back_to_hidden(
+            k, anchor, u1, u2, u3, rows, outs, height, left, right, scale, S, DOT
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
+def factors_kernel(
+    k, v, anchor, u1, u2, u3, left, right, scale, piece, rows_and_heads, heads,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One block of a memory, and the piece's own pairs or those before it, a program."""
+    z = (tl.program_id(0) // S.team).to(tl.int64)
+    member = tl.program_id(0) % S.team
+    at = piece * rows_and_heads + z
+    pairs, deep = at * S.pairs, at * S.pairs * S.hidden
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    k, v, anchor = k + pairs * S.d_k, v + pairs * S.d_v, anchor + at * S.size
+    u1, u2, u3 = u1 + pairs * S.d_v, u2 + deep, u3 + deep
+    scale += (z % heads) * S.features
+    if tl.program_id(1) == 0:
         some_factors(
-            k, v, anchor, gain, residual, u1, h, u2, u3, phi, S.tail + tl.arange(0, LENGTH),
-            S.pairs, left, right, scale, room, arrived, meeting, member, S, DOT,
+            k, v, anchor, u1, u2, u3, S.tail + tl.arange(0, LENGTH), S.pairs,
+            left, right, scale, member, S, DOT,
         )  # fmt: skip
     if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
-        if both or tl.program_id(1) == 1:
+        if tl.program_id(1) == 1:
             some_factors(
-                k, v, anchor, gain, residual, u1, h, u2, u3, phi, tl.arange(0, TAIL), S.tail,
-                left, right, scale, room, arrived, meeting + 1, member, S, DOT,
+                k, v, anchor, u1, u2, u3, tl.arange(0, TAIL), S.tail,
+                left, right, scale, member, S, DOT,
             )  # fmt: skip
 
 
@@ -163,166 +227,3 @@ def advance_kernel(
                 states + W3, u3, phi, steps, push, keep, push_keep, hs, ds, ROWS, S.pitch, S.pitch,
                 S, DOT,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def carry_kernel(
-    g_weights, g_momentum, weights, momentum, d_state, pushes, kept, push_kept, sums,
-    blocks, BLOCK: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """The gradients of what entered the piece, but for what its anchor gets, BLOCK weights each.
-
-    `pushes`: the gradients of the momenta at the stride points; that of the last momentum is put
-    behind them. `sums` `[z blocks 2]`: shares of the gradients of the last push_kept and of kept.
-    """
-    z = tl.program_id(0).to(tl.int64)
-    SIZE: tl.constexpr = S.size
-    TERMS: tl.constexpr = S.terms
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = at < SIZE
-    g_weights, g_momentum = g_weights + z * SIZE + at, g_momentum + z * SIZE + at
-    pushes += z * (TERMS + 1) * SIZE + at
-    push_kept += z * (TERMS + 1)
-    sums += (z * blocks + tl.program_id(1)) * 2
-    gw = tl.load(g_weights, mask=here, other=0.0)
-    w = tl.load(weights + z * SIZE + at, mask=here, other=0.0)
-    tl.store(sums + 1, tl.sum(gw * w))
-    keep = tl.load(kept + z * S.length + S.length - 1)
-    gw = keep * gw + tl.load(d_state + z * SIZE + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(g_weights, gw, mask=here)
-    m = tl.load(momentum + z * SIZE + at, mask=here, other=0.0)
-    gm = tl.load(g_momentum, mask=here, other=0.0)
-    tl.store(pushes + TERMS * SIZE, gm.to(pushes.dtype.element_ty), mask=here)
-    tl.store(sums, tl.sum(gm * m))
-    gm *= tl.load(push_kept + TERMS)
-    for s in range(TERMS):
-        ds = tl.load(pushes + s * SIZE, mask=here, other=0.0).to(tl.float32)
-        gm += tl.load(push_kept + s) * ds
-    tl.store(g_momentum, gm, mask=here)
-
-
-@triton.jit
-def add_to(base, value, rows, columns, height, width):
-    """Add to a tile of a contiguous matrix `[height, width]`."""
-    put(base, tile(base, rows, columns, height, width) + value, rows, columns, height, width)
-
-
-@triton.jit
-def to_first_matrix(
-    dz, k, anchor, d_anchor, grad_k, degrees, rows, outs, height, left, right, scale,
-    HEIGHT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Rows `outs` of a matrix on phi, and the keys, from the gradient of what it gave."""
-    D: tl.constexpr = S.features
-    STEP: tl.constexpr = S.block_d
-    for d in range(0, D, STEP):
-        ds = d + tl.arange(0, STEP)
-        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-        add_to(d_anchor, dot(tl.trans(dz), f, DOT), outs, ds, HEIGHT, S.pitch)
-        df = dot(dz, tile(anchor, outs, ds, HEIGHT, S.pitch), DOT)
-        grad_k, degrees = to_keys(
-            df, f, grad_k, degrees, k, rows, ds, height, left, right, scale, S, DOT
-        )
-    return grad_k, degrees
-
-
-@triton.jit
-def some_factors_backward(
-    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-    d_gain, degrees, scratch, rows, height, left, right, scale, room, arrived, meeting, member,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Pairs `rows` below `height`: from the matrices they were pushed into, to what they saw."""
-    V: tl.constexpr = S.block_v
-    K: tl.constexpr = S.block_k
-    F: tl.constexpr = S.block_share
-    SHARE: tl.constexpr = S.share
-    PULLS: tl.constexpr = S.block_pulls
-    W2: tl.constexpr = S.d_v * S.hidden
-    W3: tl.constexpr = W2 + S.hidden * S.pitch
-    ks = tl.arange(0, K)
-    grad_k = tl.zeros((rows.shape[0], K), tl.float32)
-    grad_pulls = tl.zeros((rows.shape[0], PULLS), tl.float32)
-    if S.network == 0:
-        vs = member * SHARE + tl.arange(0, F)
-        du, grad_k, grad_pulls, degrees = through_sums(
-            k, u1, u1, pushes, pulls, grad_k, grad_pulls, degrees, rows, vs, height,
-            left, right, scale, S, DOT,
-        )  # fmt: skip
-        put(dv, -du, rows, vs, height, S.d_v)
-        if S.objective == 0:
-            grad_k, degrees = to_first_matrix(
-                du, k, anchor, d_anchor, grad_k, degrees, rows, vs, height, left, right, scale,
-                S.d_v, S, DOT,
-            )  # fmt: skip
-    else:
-        vs = tl.arange(0, V)
-        do, grad_k, grad_pulls, degrees = through_branch(
-            k, v, anchor, gain, residual, u1, h, u2, u3, u1, h, u2, u3, pushes, pulls, scratch,
-            grad_k, dv, d_gain, grad_pulls, degrees, rows, vs, ks, height, left, right, scale,
-            room, arrived, meeting, member, S, DOT,
-        )  # fmt: skip
-        tl.debug_barrier()
-        for start in range(0, SHARE, F):
-            hs = member * SHARE + start + tl.arange(0, F)
-            grad, dz, d_value = through_hidden(
-                do, k, anchor, u1, h, scratch, rows, vs, hs, height, left, right, scale, S, DOT
-            )
-            add_to(d_anchor, grad, vs, hs, S.d_v, S.hidden)
-            grad_k, degrees = to_first_matrix(
-                dz, k, anchor + W2, d_anchor + W2, grad_k, degrees, rows, hs, height,
-                left, right, scale, S.hidden, S, DOT,
-            )  # fmt: skip
-            if S.network == 2:
-                grad_k, degrees = to_first_matrix(
-                    d_value, k, anchor + W3, d_anchor + W3, grad_k, degrees, rows, hs, height,
-                    left, right, scale, S.hidden, S, DOT,
-                )  # fmt: skip
-    put(dk, grad_k, rows, ks, height, S.d_k)
-    leave_pulls(grad_pulls, d_pulls, rows, height, S)
-    return degrees
-
-
-@triton.jit(do_not_specialize=["heads", "meeting", "rows_and_heads"])
-def factors_backward_kernel(
-    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-    d_gain, d_degrees, scratch, left, right, scale, room, arrived, meeting, rows_and_heads, heads,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The pairs of one piece, one row and head a team; adds to the gradient of the anchor.
-
-    dk, d_pulls, d_degrees: a share of a sum for each member of the team.
-    """
-    z = (tl.program_id(0) // S.team).to(tl.int64)
-    member = tl.program_id(0) % S.team
-    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
-    whole = member.to(tl.int64) * rows_and_heads * S.pairs
-    dk, d_pulls = dk + whole * S.d_k, d_pulls + whole * S.pulls
-    head = z % heads
-    pairs, wide, deep = z * S.pairs, z * S.pairs * S.d_v, z * S.pairs * S.hidden
-    LENGTH: tl.constexpr = S.block_length
-    TAIL: tl.constexpr = S.block_tail
-    k, dk, v, dv = k + pairs * S.d_k, dk + pairs * S.d_k, v + wide, dv + wide
-    anchor, d_anchor = anchor + z * S.size, d_anchor + z * S.size
-    gain, residual = gain + head * S.d_v, residual + head * S.d_v * S.d_k
-    scale += head * S.features
-    u1, h, u2, u3 = u1 + wide, h + deep, u2 + deep, u3 + deep
-    pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
-    d_pulls, d_gain = d_pulls + pairs * S.pulls, d_gain + z * S.d_v
-    scratch += tl.program_id(0).to(tl.int64) * S.pairs * (4 * S.hidden + S.d_v)
-    degrees = tl.zeros((4,), tl.float32)
-    degrees = some_factors_backward(
-        k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-        d_gain, degrees, scratch, S.tail + tl.arange(0, LENGTH), S.pairs, left, right, scale,
-        room, arrived, meeting, member, S, DOT,
-    )  # fmt: skip
-    if S.tail > 0:
-        tl.debug_barrier()
-        degrees = some_factors_backward(
-            k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, pushes, pulls, dk, dv, d_pulls,
-            d_gain, degrees, scratch, tl.arange(0, TAIL), S.tail, left, right, scale,
-            room, arrived, meeting + 1, member, S, DOT,
-        )  # fmt: skip
-    if S.features != S.d_k:
-        at = d_degrees + tl.program_id(0) * 4 + tl.arange(0, 4)
-        tl.store(at, tl.load(at) + degrees)

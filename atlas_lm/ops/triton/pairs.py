@@ -37,6 +37,19 @@ def as_residual(raw, residual, rows, vs, height, S: tl.constexpr, DOT: tl.conste
 
 
 @triton.jit
+def sum_of_parts(
+    parts, rows, vs, WHICH: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """What the blocks of the hidden layer left, `[team COUNT pairs v]`, added up in their order."""
+    TEAM: tl.constexpr = S.team
+    total = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
+    for member in range(TEAM):
+        at = parts + (member * COUNT + WHICH) * S.pairs * S.d_v
+        total += tile(at, rows, vs, S.pairs, S.d_v)
+    return total
+
+
+@triton.jit
 def error_at_branch(o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
     """u1, the gradient at the branch of x + gain * LN(o); the error; LN(o); 1 / its scale."""
     value = tile(v, rows, vs, height, S.d_v).to(tl.float32)
@@ -128,25 +141,3 @@ def hidden_factors(
     if S.network == 2:
         put(u3, of_value, rows, hs, height, S.hidden)
     return x, of_z, of_value
-
-
-@triton.jit
-def deep_factors(
-    k, v, anchor, gain, residual, u1, h, u2, u3, rows, height, left, right, scale,
-    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """u1, h, u2 (and u3) of the pairs `rows`, written out."""
-    V: tl.constexpr = S.block_v
-    F: tl.constexpr = S.block_share
-    SHARE: tl.constexpr = S.share
-    vs = tl.arange(0, V)
-    error, x, to_z, gate = branch_errors(
-        k, v, anchor, gain, residual, u1, rows, vs, height, left, right, scale,
-        room, arrived, meeting, member, S, DOT,
-    )  # fmt: skip
-    for start in range(0, SHARE, F):
-        hs = member * SHARE + start + tl.arange(0, F)
-        hidden_factors(
-            error, x, to_z, gate, k, anchor, h, u2, u3, rows, vs, hs, height, left, right, scale,
-            S, DOT,
-        )  # fmt: skip

@@ -11,33 +11,51 @@ import triton.language as tl
 from atlas_lm.ops.triton.branch import gelu, gelu_bend, gelu_slope, through_norm
 from atlas_lm.ops.triton.pairs import error_at_branch, hidden_inputs
 from atlas_lm.ops.triton.reading_backward import only
-from atlas_lm.ops.triton.team import leave_part, meet, sum_of_parts
-from atlas_lm.ops.triton.tiles import (
-    by_degree,
-    dot,
-    features,
-    features_backward,
-    put,
-    through_memory,
-    tile,
-)
+from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, put, tile
 
 
 @triton.jit
-def pulled(
-    u, x, du, dx, d_pulls, pushes, pulls, rows, outs, ins, height,
+def to_x(
+    u, x, dx, d_pulls, pushes, pulls, rows, outs, ins, height,
     OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back through sum_i pull_i u_i x_i^T for every push: adds to du, dx and d_pulls."""
+    """Back through sum_i pull_i u_i x_i^T for every push: adds to dx and d_pulls."""
+    PULLS: tl.constexpr = S.pulls
+    for j in range(PULLS):
+        weight = tl.load(pulls + j * S.pairs + rows, mask=rows < height, other=0.0)
+        back = dot(u, tile(pushes + j * S.size, outs, ins, OUT, WIDTH), DOT)
+        dx += weight[:, None] * back
+        d_pulls += only(tl.sum(x * back, 1), j, S.block_pulls)
+    return dx, d_pulls
+
+
+@triton.jit
+def to_u(
+    x, du, pushes, pulls, rows, outs, ins, height,
+    OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Back through the same sums: adds to du."""
     PULLS: tl.constexpr = S.pulls
     for j in range(PULLS):
         weight = tl.load(pulls + j * S.pairs + rows, mask=rows < height, other=0.0)
         push = tile(pushes + j * S.size, outs, ins, OUT, WIDTH)
-        back = dot(u, push, DOT)
-        dx += weight[:, None] * back
-        d_pulls += only(tl.sum(x * back, 1), j, S.block_pulls)
-        du += dot(weight[:, None] * x, tl.trans(push), DOT)
-    return du, dx, d_pulls
+        du += weight[:, None] * dot(x, tl.trans(push), DOT)
+    return du
+
+
+@triton.jit
+def first_layer_to_u(
+    k, du, pushes, pulls, rows, outs, height, left, right, scale,
+    OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Back to u from the matrices `[OUT pitch]` that u phi^T was pushed into."""
+    D: tl.constexpr = S.features
+    STEP: tl.constexpr = S.block_d
+    for d in range(0, D, STEP):
+        ds = d + tl.arange(0, STEP)
+        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+        du = to_u(f, du, pushes, pulls, rows, outs, ds, height, OUT, S.pitch, S, DOT)
+    return du
 
 
 @triton.jit
@@ -55,39 +73,65 @@ def to_keys(
 
 
 @triton.jit
-def through_sums(
-    k, u1, d_u1, pushes, pulls, dk, d_pulls, degrees, rows, vs, height, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
+def through_second_layer(
+    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, rows, vs, hs, height,
+    left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Linear memories: back to u and the keys from the matrices that u phi^T was pushed into."""
-    D: tl.constexpr = S.features
-    STEP: tl.constexpr = S.block_d
-    u = tile(u1, rows, vs, height, S.d_v)
+    """A block of the hidden layer: its part of the branch o and of the gradient of u1.
+
+    What is known of h, z, u1 W1 and the value so far stays in `rest`.
+    """
+    W2: tl.constexpr = S.d_v * S.hidden
+    W3: tl.constexpr = W2 + S.hidden * S.pitch
+    ROOM: tl.constexpr = S.pairs * S.hidden
+    u, w1 = tile(u1, rows, vs, height, S.d_v), tile(anchor, vs, hs, S.d_v, S.hidden)
+    x = tile(h, rows, hs, height, S.hidden)
     du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
+    dx = tl.zeros((rows.shape[0], hs.shape[0]), tl.float32)
+    of_u2, of_u3 = dx, dx
     if S.written:
-        du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
-    for d in range(0, D, STEP):
-        ds = d + tl.arange(0, STEP)
-        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-        du, df, d_pulls = pulled(
-            u, f, du, tl.zeros_like(f), d_pulls, pushes, pulls, rows, vs, ds, height,
-            S.d_v, S.pitch, S, DOT,
-        )  # fmt: skip
-        dk, degrees = to_keys(df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT)
-    return du, dk, d_pulls, degrees
+        du += tile(d_u1, rows, vs, tl.where(member == 0, height, 0), S.d_v).to(tl.float32)
+        dx += tile(d_h, rows, hs, height, S.hidden).to(tl.float32)
+        of_u2 += tile(d_u2, rows, hs, height, S.hidden).to(tl.float32)
+        if S.network == 2:
+            of_u3 += tile(d_u3, rows, hs, height, S.hidden).to(tl.float32)
+    dx, d_pulls = to_x(
+        u, x.to(tl.float32), dx, d_pulls, pushes, pulls, rows, vs, hs, height,
+        S.d_v, S.hidden, S, DOT,
+    )  # fmt: skip
+    put(rest, dx, rows, hs, height, S.hidden)
+    of_u2 = first_layer_to_u(
+        k, of_u2, pushes + W2, pulls, rows, hs, height, left, right, scale, S.hidden, S, DOT
+    )
+    z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
+    back = dot(u, w1, DOT)
+    d_back = of_u2 * gelu_slope(z)
+    dz = of_u2 * back * gelu_bend(z)
+    if S.network == 2:
+        of_u3 = first_layer_to_u(
+            k, of_u3, pushes + W3, pulls, rows, hs, height, left, right, scale, S.hidden, S, DOT
+        )
+        value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
+        put(rest + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
+        d_back = d_back * value + of_u3 * gelu(z)
+        dz = dz * value + of_u3 * back * gelu_slope(z)
+    put(rest + ROOM, dz, rows, hs, height, S.hidden)
+    put(rest + 2 * ROOM, d_back, rows, hs, height, S.hidden)
+    du = to_u(x, du, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT)
+    du += dot(d_back, tl.trans(w1), DOT)
+    return dot(x, tl.trans(w1), DOT), du, d_pulls
 
 
 @triton.jit
 def through_error(
-    up, o, k, v, dv, d_gain, gain, residual, rows, vs, height, member,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """From the gradient of u1 to the branch o, the raw key's residual, the value and the gain."""
+    up, o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
+):
+    """From the gradient of u1 to the branch o, the error, and the gain, summed over the rows."""
     u1, e, unit, size = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
     inside = (rows < height)[:, None]
     up = tl.where(inside, up, 0.0)
     e = tl.where(inside, e, 0.0)
-    de, do = up, up
+    de, do, d_gain = up, up, tl.sum(up, 0)
     if S.norm:
         weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
         grad = weight * e
@@ -97,164 +141,38 @@ def through_error(
         to_size = tl.sum(up * u1, 1) / S.d_v * size
         at_unit = through_norm(up, unit, size, vs, S.d_v)
         de = weight * at_unit
-        d_weight = tl.sum(at_unit * e, 0)
+        d_gain = tl.sum(at_unit * e, 0)
         if S.objective == 0:
-            d_weight += tl.sum(de * unit, 0)
+            d_gain += tl.sum(de * unit, 0)
             to_unit += weight * de
         do = through_norm(to_unit, unit, size, vs, S.d_v) - to_size[:, None] * unit
-        at, mine = d_gain + vs, (vs < S.d_v) & (member == 0)
-        tl.store(at, tl.load(at, mask=mine, other=0.0) + d_weight, mask=mine)
     elif S.objective == 1:
         do = tl.zeros_like(up)
-    if member == 0:
-        put(dv, -de, rows, vs, height, S.d_v)
-    return do, de
-
-
-@triton.jit
-def through_first_sums(
-    k, u2, u3, of_u2, of_u3, pushes, pulls, dk, d_pulls, degrees, rows, hs, height,
-    left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Back to u2, u3 and the keys from the matrices that u2 phi^T and u3 phi^T were pushed into."""
-    D: tl.constexpr = S.features
-    STEP: tl.constexpr = S.block_d
-    W2: tl.constexpr = S.d_v * S.hidden
-    W3: tl.constexpr = W2 + S.hidden * S.pitch
-    for d in range(0, D, STEP):
-        ds = d + tl.arange(0, STEP)
-        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-        of_u2, df, d_pulls = pulled(
-            tile(u2, rows, hs, height, S.hidden), f, of_u2, tl.zeros_like(f), d_pulls,
-            pushes + W2, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
-        )  # fmt: skip
-        if S.network == 2:
-            of_u3, df, d_pulls = pulled(
-                tile(u3, rows, hs, height, S.hidden), f, of_u3, df, d_pulls,
-                pushes + W3, pulls, rows, hs, ds, height, S.hidden, S.pitch, S, DOT,
-            )  # fmt: skip
-        dk, degrees = to_keys(df, f, dk, degrees, k, rows, ds, height, left, right, scale, S, DOT)
-    return of_u2, of_u3, dk, d_pulls, degrees
-
-
-@triton.jit
-def through_second_layer(
-    k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
-    degrees, rows, vs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Back to u1 from everything made of it; writes what is known of h, z and the value.
-
-    Of one member's share of the hidden layer, as is what comes back.
-    """
-    F: tl.constexpr = S.block_share
-    SHARE: tl.constexpr = S.share
-    W2: tl.constexpr = S.d_v * S.hidden
-    W3: tl.constexpr = W2 + S.hidden * S.pitch
-    ROOM: tl.constexpr = S.pairs * S.hidden
-    u = tile(u1, rows, vs, height, S.d_v)
-    du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
-    o = tl.zeros_like(du)
-    if S.written:
-        du += tile(d_u1, rows, vs, tl.where(member == 0, height, 0), S.d_v).to(tl.float32)
-    for start in range(0, SHARE, F):
-        hs = member * SHARE + start + tl.arange(0, F)
-        w1 = tile(anchor, vs, hs, S.d_v, S.hidden)
-        x = tile(h, rows, hs, height, S.hidden).to(tl.float32)
-        o += dot(x, tl.trans(w1), DOT)
-        dx, of_u2, of_u3 = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
-        if S.written:
-            dx += tile(d_h, rows, hs, height, S.hidden).to(tl.float32)
-            of_u2 += tile(d_u2, rows, hs, height, S.hidden).to(tl.float32)
-            if S.network == 2:
-                of_u3 += tile(d_u3, rows, hs, height, S.hidden).to(tl.float32)
-        du, dx, d_pulls = pulled(
-            u, x, du, dx, d_pulls, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT
-        )
-        of_u2, of_u3, dk, d_pulls, degrees = through_first_sums(
-            k, u2, u3, of_u2, of_u3, pushes, pulls, dk, d_pulls, degrees, rows, hs, height,
-            left, right, scale, S, DOT,
-        )  # fmt: skip
-        z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
-        back = dot(u, w1, DOT)
-        d_back = of_u2 * gelu_slope(z)
-        dz = of_u2 * back * gelu_bend(z)
-        if S.network == 2:
-            value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
-            put(scratch + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
-            d_back = d_back * value + of_u3 * gelu(z)
-            dz = dz * value + of_u3 * back * gelu_slope(z)
-        put(scratch, dx, rows, hs, height, S.hidden)
-        put(scratch + ROOM, dz, rows, hs, height, S.hidden)
-        d_back = through_memory(scratch + 2 * ROOM, d_back, rows, hs, height, S.hidden)
-        du += dot(d_back, tl.trans(w1), DOT)
-    return du, o, dk, d_pulls, degrees
+    return do, de, d_gain
 
 
 @triton.jit
 def through_hidden(
-    do, k, anchor, u1, h, scratch, rows, vs, hs, height, left, right, scale,
+    do, k, anchor, u1, h, rest, rows, vs, hs, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """From the branch and what the second layer left: gradients of W1, z and the value."""
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
-    dx = tile(scratch, rows, hs, height, S.hidden)
-    dx += dot(do, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
-    d_back = tile(scratch + 2 * ROOM, rows, hs, height, S.hidden)
+    d_back = tile(rest + 2 * ROOM, rows, hs, height, S.hidden)
     grad = dot(tl.trans(tile(u1, rows, vs, height, S.d_v)), d_back, DOT)
     grad += dot(tl.trans(do), tile(h, rows, hs, height, S.hidden), DOT)
+    dx = tile(rest, rows, hs, height, S.hidden)
+    dx += dot(do, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
     z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
-    dz = tile(scratch + ROOM, rows, hs, height, S.hidden)
+    dz = tile(rest + ROOM, rows, hs, height, S.hidden)
     d_value = dz
     if S.network == 2:
         value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
-        d_value = tile(scratch + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
+        d_value = tile(rest + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
         dx *= value
-    dz += dx * gelu_slope(z)
-    dz = through_memory(scratch + ROOM, dz, rows, hs, height, S.hidden)
-    if S.network == 2:
-        d_value = through_memory(scratch + 3 * ROOM, d_value, rows, hs, height, S.hidden)
-    return grad, dz, d_value
-
-
-@triton.jit
-def through_branch(
-    k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
-    dk, dv, d_gain, d_pulls, degrees, rows, vs, ks, height, left, right, scale,
-    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Deep memories: back to the branch; the rest of the hidden layer waits in `scratch`."""
-    du, o, dk, d_pulls, degrees = through_second_layer(
-        k, anchor, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch, dk, d_pulls,
-        degrees, rows, vs, height, left, right, scale, member, S, DOT,
-    )  # fmt: skip
-    if S.team > 1:
-        leave_part(o, room, meeting, member, rows, vs, height, 0, S)
-        leave_part(du, room, meeting, member, rows, vs, height, 1, S)
-        meet(arrived, meeting, S)
-        o = sum_of_parts(room, meeting, rows, vs, height, 0, S)
-        du = sum_of_parts(room, meeting, rows, vs, height, 1, S)
-    do, de = through_error(
-        du, o, k, v, dv, d_gain, gain, residual, rows, vs, height, member, S, DOT
-    )
-    if S.objective == 0:
-        de = tl.where(member == 0, de, 0.0)
-        if S.d_k == S.d_v:
-            dk += de
-        else:
-            dk += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
-    do = through_memory(scratch + 4 * S.pairs * S.hidden, do, rows, vs, height, S.d_v)
-    return do, dk, d_pulls, degrees
-
-
-@triton.jit
-def begin_keys(dk, rows, ks, height, member, S: tl.constexpr):
-    """What reading left of the keys' gradient, for the first of a team."""
-    grad = tl.zeros((rows.shape[0], ks.shape[0]), tl.float32)
-    if S.written:
-        grad += tile(dk, rows, ks, tl.where(member == 0, height, 0), S.d_k)
-    return grad
+    return grad, dz + dx * gelu_slope(z), d_value
 
 
 @triton.jit
@@ -266,7 +184,9 @@ def leave_pulls(grad, d_pulls, rows, height, S: tl.constexpr):
 
 
 @triton.jit
-def leave_keys(grad, grad_past, dk, mine, past, ks, S: tl.constexpr):
-    put(dk, grad, mine, ks, S.pairs, S.d_k)
-    if S.tail > 0:
-        put(dk, grad_past, past, ks, S.tail, S.d_k)
+def pulls_so_far(d_pulls, rows, height, S: tl.constexpr):
+    """What `leave_pulls` left."""
+    PULLS: tl.constexpr = S.block_pulls
+    js = tl.arange(0, PULLS)
+    inside = (rows[:, None] < height) & (js[None, :] < S.pulls)
+    return tl.load(d_pulls + js[None, :] * S.pairs + rows[:, None], mask=inside, other=0.0)

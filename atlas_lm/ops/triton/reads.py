@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import launch
+from atlas_lm.ops.triton.launch import launch, processors
 from atlas_lm.ops.triton.layout import DOTS, monomials
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
-from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.ops.triton.sizes import Sizes, by_blocks
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
@@ -153,12 +153,6 @@ def takes_wgmma(sizes: Sizes) -> bool:
     return not (sizes.written and deep and polynomial)
 
 
-def backward_warps(sizes: Sizes) -> int:
-    """Of the gradients of writing: eight halve the registers that spill, where no product's result
-    goes into another one; polynomial features make it so."""
-    return 8 if sizes.network != 0 and sizes.features == sizes.d_k else 4
-
-
 class Meeting(NamedTuple):
     """Where the programs that write a memory together meet (`team`)."""
 
@@ -196,7 +190,7 @@ class ReadGradients(NamedTuple):
     terms: Tensor
     factors: Factors
     dk: Tensor
-    """`[team n z p k]`, float32: the first holds what reading gives, the others nothing yet."""
+    """`[n z p k]`, float32."""
 
 
 class Backward:
@@ -210,10 +204,10 @@ class Backward:
         self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.d_mixed = mixed.map(torch.empty_like)
         self.d_gain = torch.zeros(count, z, s.d_v, **wide)
-        self.d_gain_write = torch.zeros(z, s.d_v, **wide)
+        self.d_gain_write = torch.zeros(z, -(-s.pairs // 16), s.d_v, **wide)
         self.d_degrees = torch.zeros(count, z, 8, **wide)
-        self.d_degrees_write = torch.zeros(z, s.team, 4, **wide)
-        self.scratch = torch.empty(z * s.team, s.pairs * (4 * s.hidden + s.d_v), **wide)
+        blocks = by_blocks(s, z, processors(q.device)).team
+        self.d_degrees_write = torch.zeros(z, blocks, 4, **wide)
 
     def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
         """From the gradients of the state at the end."""
@@ -237,7 +231,7 @@ class Backward:
             states=d_states,
             terms=d_states if s.terms == 0 and s.written else torch.empty_like(written.terms),
             factors=Factors.room(k.shape[0], plan, k) if s.written else written.factors,
-            dk=torch.empty(s.team, *k.shape, device=k.device),
+            dk=(torch.empty if s.written or s.network else torch.zeros)(k.shape, device=k.device),
         )
         branch = self.branch[part] if s.norm else self.branch
         launch(
@@ -256,7 +250,7 @@ class Backward:
         s = self.plan.sizes
         d_gain = d_residual = d_coefficients = None
         if slow.gain is not None:
-            d_gain = by_head(self.d_gain.sum(0) + self.d_gain_write, s.heads)
+            d_gain = by_head(self.d_gain.sum(0) + self.d_gain_write.sum(1), s.heads)
         if slow.residual is not None:
             d_residual = residual_gradient(dy, self.q, s.heads)
             if s.objective == 0:

@@ -84,4 +84,14 @@ def team_for(outs: int, least: int, memories: int, processors: int) -> int:
     return 1
 
 
+def by_blocks(sizes: Sizes, memories: int, processors: int) -> Sizes:
+    """For kernels whose programs have a block of a memory each and need not meet: blocks as large
+    as leave work for all processors, and at most 64."""
+    outs = sizes.hidden or sizes.d_v
+    share = min(64, block(outs))
+    while share > 16 and memories * triton.cdiv(outs, share) < 3 * processors // 2:
+        share //= 2
+    return sizes._replace(team=triton.cdiv(outs, share), share=share, block_share=share)
+
+
 MUCH = 128

@@ -1,27 +1,155 @@
-"""Gradients of writing pieces (`writing`), from the last piece to the first.
+"""Gradients of writing a piece: three kernels, launched for every piece from the last to the first.
 
-As in the forward a tile of the state is visited once a piece: the gradient of what entered is made
-from that of what left, from what reading gave it, and from the pairs that saw it as their anchor.
+    pull_kernel     from the matrices that pairs were pushed into, back to each block of the hidden
+                    layer, and its part of what the error gets
+    error_kernel    the parts added up, through error and norm: gradients of the branch and values
+    settle_kernel   from the branch to the anchor and the keys, and the gradient of the state from
+                    after the piece to before it
+
+Every program has one block of a memory's hidden layer, or of a linear memory's values, so that few
+registers are enough and several programs share a processor. What they leave for each other is in
+memory when the next kernel begins. Linear memories need the last of the three only.
 """
 
 import triton
 import triton.language as tl
 
+from atlas_lm.ops.triton.pairs import sum_of_parts
 from atlas_lm.ops.triton.pairs_backward import (
-    begin_keys,
-    leave_keys,
+    first_layer_to_u,
     leave_pulls,
-    through_branch,
+    pulls_so_far,
+    through_error,
     through_hidden,
-    through_sums,
+    through_second_layer,
     to_keys,
+    to_x,
 )
 from atlas_lm.ops.triton.tiles import dot, features, put, tile
-from atlas_lm.ops.triton.writing import last_kept
 
 
 @triton.jit
-def leave_tile(
+def pull_pairs(
+    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, parts,
+    rows, hs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Pairs `rows` below `height`. `parts` `[2 pairs v]`: of the branch, of the gradient of u1."""
+    V: tl.constexpr = S.block_v
+    PULLS: tl.constexpr = S.block_pulls
+    vs = tl.arange(0, V)
+    o, du, grad_pulls = through_second_layer(
+        k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest,
+        tl.zeros((rows.shape[0], PULLS), tl.float32), rows, vs, hs, height, left, right, scale,
+        member, S, DOT,
+    )  # fmt: skip
+    leave_pulls(grad_pulls, d_pulls, rows, height, S)
+    put(parts, o, rows, vs, height, S.d_v)
+    put(parts + S.pairs * S.d_v, du, rows, vs, height, S.d_v)
+
+
+@triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
+def pull_kernel(
+    k, anchor, u1, h, left, right, scale, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    d_pulls, rest, parts, piece, pieces, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One block of the hidden layer, and the piece's own pairs or those before it, a program."""
+    z = (tl.program_id(0) // S.team).to(tl.int64)
+    member = tl.program_id(0) % S.team
+    at = piece * rows_and_heads + z
+    pairs, deep = at * S.pairs, at * S.pairs * S.hidden
+    wide = pairs * S.d_v
+    k, u1, h, anchor = k + pairs * S.d_k, u1 + wide, h + deep, anchor + at * S.size
+    d_u1, d_h, d_u2, d_u3 = d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep
+    pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
+    d_pulls += ((member * pieces).to(tl.int64) * rows_and_heads + at) * S.pulls * S.pairs
+    rest += z * 4 * S.pairs * S.hidden
+    parts += tl.program_id(0).to(tl.int64) * 2 * S.pairs * S.d_v
+    scale += (z % heads) * S.features
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    F: tl.constexpr = S.block_share
+    hs = member * F + tl.arange(0, F)
+    if tl.program_id(1) == 0:
+        pull_pairs(
+            k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, parts,
+            S.tail + tl.arange(0, LENGTH), hs, S.pairs, left, right, scale, member, S, DOT,
+        )  # fmt: skip
+    if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
+        if tl.program_id(1) == 1:
+            pull_pairs(
+                k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, parts,
+                tl.arange(0, TAIL), hs, S.tail, left, right, scale, member, S, DOT,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
+def error_kernel(
+    k, v, gain, residual, parts, do, dv, dk, d_gain, piece, rows_and_heads, heads,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """16 pairs a program. `do`: the gradient of the branch; dk: adds to what reading gave.
+
+    d_gain `[z blocks v]`: adds to what later pieces gave.
+    """
+    ROWS: tl.constexpr = 16
+    V: tl.constexpr = S.block_v
+    K: tl.constexpr = S.block_k
+    z = tl.program_id(0).to(tl.int64)
+    head, pairs = z % heads, (piece * rows_and_heads + z) * S.pairs
+    rows, vs, ks = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V), tl.arange(0, K)
+    parts += z * S.team * 2 * S.pairs * S.d_v
+    residual += head * S.d_v * S.d_k
+    o, up = sum_of_parts(parts, rows, vs, 0, 2, S), sum_of_parts(parts, rows, vs, 1, 2, S)
+    of_branch, de, of_gain = through_error(
+        up, o, k + pairs * S.d_k, v + pairs * S.d_v, gain + head * S.d_v, residual, rows, vs,
+        S.pairs, S, DOT,
+    )  # fmt: skip
+    put(do + z * S.pairs * S.d_v, of_branch, rows, vs, S.pairs, S.d_v)
+    put(dv + pairs * S.d_v, -de, rows, vs, S.pairs, S.d_v)
+    dk += pairs * S.d_k
+    grad_k = tl.zeros((ROWS, K), tl.float32)
+    if S.written:
+        grad_k += tile(dk, rows, ks, S.pairs, S.d_k)
+    if S.objective == 0:
+        if S.d_k == S.d_v:
+            grad_k += de
+        else:
+            grad_k += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
+    put(dk, grad_k, rows, ks, S.pairs, S.d_k)
+    if S.norm:
+        at, here = d_gain + (z * tl.num_programs(1) + tl.program_id(1)) * S.d_v + vs, vs < S.d_v
+        tl.store(at, tl.load(at, mask=here, other=0.0) + of_gain, mask=here)
+
+
+@triton.jit
+def momentum_before(
+    gw, g_momentum, pushes, momenta, d_entered, carried, push_kept, fresh, at, inside,
+    S: tl.constexpr,
+):  # fmt: skip
+    """A tile of the momentum's gradient, from after a piece to before it, for the next one too.
+
+    Returns gradients of carried and of the last push_kept, a sum a row.
+    """
+    TERMS: tl.constexpr = S.terms
+    LAST: tl.constexpr = S.pulls - 1
+    s = tl.load(momenta + at, mask=inside, other=0.0)
+    gs = tl.load(g_momentum + at, mask=inside, other=0.0)
+    d_carried, d_push_kept = tl.sum(gw * s, 1), tl.sum(gs * s, 1)
+    gs *= tl.load(push_kept + (0 if S.written else LAST))
+    if S.written:
+        gs += carried * gw + tl.load(d_entered + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        for j in range(TERMS):
+            step = tl.load(pushes + j * S.size + at, mask=inside, other=0.0).to(tl.float32)
+            gs += tl.load(push_kept + j) * step
+    gs = tl.where(fresh != 0, 0.0, gs)
+    tl.store(g_momentum + at, gs, mask=inside)
+    tl.store(pushes + LAST * S.size + at, gs.to(pushes.dtype.element_ty), mask=inside)
+    return d_carried, d_push_kept
+
+
+@triton.jit
+def settle_tile(
     grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta, d_state, d_entered,
     d_anchor, kept, carried, push_kept, fresh, keep, outs, ins,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr,
@@ -39,15 +167,10 @@ def leave_tile(
     gw = tl.load(g_weights + at, mask=inside, other=0.0)
     d_kept = tl.sum(gw * tl.load(weights + at, mask=inside, other=0.0), 1)
     d_carried, d_push_kept = d_kept, d_kept
-    if S.terms > 0:
-        s = tl.load(momenta + at, mask=inside, other=0.0)
-        gs = tl.load(g_momentum + at, mask=inside, other=0.0)
-        d_carried, d_push_kept = tl.sum(gw * s, 1), tl.sum(gs * s, 1)
-        gs = push_kept * gs + carried * gw
-        gs += tl.load(d_entered + at, mask=inside, other=0.0).to(tl.float32)
-        gs = tl.where(fresh != 0, 0.0, gs)
-        tl.store(g_momentum + at, gs, mask=inside)
-        tl.store(pushes + S.size + at, gs.to(pushes.dtype.element_ty), mask=inside)
+    if S.terms > 0 or not S.written:
+        d_carried, d_push_kept = momentum_before(
+            gw, g_momentum, pushes, momenta, d_entered, carried, push_kept, fresh, at, inside, S
+        )
     gw = kept * gw + tl.load(d_state + at, mask=inside, other=0.0).to(tl.float32)
     if OWN:
         put(d_anchor, grad, outs, ins, HEIGHT, WIDTH)
@@ -58,16 +181,33 @@ def leave_tile(
     tl.store(g_initial + at, begun + gw, mask=inside & (fresh != 0))
     gw = tl.where(fresh != 0, 0.0, gw)
     tl.store(g_weights + at, gw, mask=inside)
-    tl.store(pushes + at, gw.to(pushes.dtype.element_ty), mask=inside)
+    if S.written:
+        tl.store(pushes + at, gw.to(pushes.dtype.element_ty), mask=inside)
     return d_kept, d_carried, d_push_kept
 
 
 @triton.jit
-def through_first_matrix(
-    dz, dz_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
-    d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
-    grad_k, grad_past, degrees, c0, c1, c2, mine, past, outs, left, right, scale,
-    HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+def keys_of_matrix(
+    dz, u, f, w, pushes, pulls, grad_k, grad_pulls, degrees, k, rows, outs, ds, height,
+    left, right, scale, HEIGHT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """What a tile of a matrix on phi gives the keys of some pairs, as anchor and as push."""
+    df, grad_pulls = to_x(
+        u, f, dot(dz, w, DOT), grad_pulls, pushes, pulls, rows, outs, ds, height,
+        HEIGHT, S.pitch, S, DOT,
+    )  # fmt: skip
+    grad_k, degrees = to_keys(
+        df, f, grad_k, degrees, k, rows, ds, height, left, right, scale, S, DOT
+    )
+    return grad_k, grad_pulls, degrees
+
+
+@triton.jit
+def settle_first_matrix(
+    dz, dz_past, u, u_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls,
+    weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+    grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2, mine, past, outs,
+    left, right, scale, HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `outs` of a matrix on phi, from gradients of what it gave: its tiles and the keys."""
     D: tl.constexpr = S.features
@@ -77,234 +217,216 @@ def through_first_matrix(
         w = tile(anchor, outs, ds, HEIGHT, S.pitch)
         f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
         grad = dot(tl.trans(dz), f, DOT)
-        grad_k, degrees = to_keys(
-            dot(dz, w, DOT), f, grad_k, degrees, k, mine, ds, S.pairs, left, right, scale, S, DOT
-        )
+        grad_k, grad_pulls, degrees = keys_of_matrix(
+            dz, u, f, w, pushes, pulls, grad_k, grad_pulls, degrees, k, mine, outs, ds, S.pairs,
+            left, right, scale, HEIGHT, S, DOT,
+        )  # fmt: skip
         if S.tail > 0:
             f = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
             grad += dot(tl.trans(dz_past), f, DOT)
-            grad_past, degrees = to_keys(
-                dot(dz_past, w, DOT), f, grad_past, degrees, k, past, ds, S.tail,
-                left, right, scale, S, DOT,
+            grad_past, past_pulls, degrees = keys_of_matrix(
+                dz_past, u_past, f, w, pushes, pulls, grad_past, past_pulls, degrees, k, past,
+                outs, ds, S.tail, left, right, scale, HEIGHT, S, DOT,
             )  # fmt: skip
-        a0, a1, a2 = leave_tile(
+        # pushes are read by all before any is written
+        tl.debug_barrier()
+        a0, a1, a2 = settle_tile(
             grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
             d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, outs, ds,
             HEIGHT, S.pitch, OWN, S,
         )  # fmt: skip
         c0, c1, c2 = c0 + a0, c1 + a1, c2 + a2
-    return grad_k, grad_past, degrees, c0, c1, c2
+    return grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2
 
 
 @triton.jit
-def both_branches(
-    k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale,
-    room, arrived, meeting, member, S: tl.constexpr, DOT: tl.constexpr,
+def settle_second_layer(
+    k, anchor, u1, h, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
+    weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+    mine, past, vs, hs, left, right, scale, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back to the branches of the piece's own pairs and of those before it."""
-    PULLS: tl.constexpr = S.block_pulls
-    grad_k = begin_keys(dk, mine, ks, S.pairs, member, S)
-    grad_past = begin_keys(dk, past, ks, S.tail, member, S)
-    do, grad_k, grad_pulls, degrees = through_branch(
-        k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls, scratch,
-        grad_k, dv, d_gain, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees, mine, vs, ks,
-        S.pairs, left, right, scale, room, arrived, meeting, member, S, DOT,
+    """W1's tile; gradients of z and of the value, and of gates."""
+    grad, dz, d_value = through_hidden(
+        tile(do, mine, vs, S.pairs, S.d_v), k, anchor, u1, h, rest, mine, vs, hs, S.pairs,
+        left, right, scale, S, DOT,
     )  # fmt: skip
-    leave_pulls(grad_pulls, d_pulls, mine, S.pairs, S)
-    do_past = do
+    dz_past, value_past = dz, d_value
     if S.tail > 0:
-        do_past, grad_past, grad_pulls, degrees = through_branch(
-            k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-            scratch, grad_past, dv, d_gain, tl.zeros((past.shape[0], PULLS), tl.float32), degrees,
-            past, vs, ks, S.tail, left, right, scale, room, arrived, meeting + 1, member, S, DOT,
+        more, dz_past, value_past = through_hidden(
+            tile(do, past, vs, S.tail, S.d_v), k, anchor, u1, h, rest, past, vs, hs, S.tail,
+            left, right, scale, S, DOT,
         )  # fmt: skip
-        leave_pulls(grad_pulls, d_pulls, past, S.tail, S)
-    return do, do_past, grad_k, grad_past, degrees
+        grad += more
+    a0, a1, a2 = settle_tile(
+        grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
+        d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
+        S.d_v, S.hidden, OWN, S,
+    )  # fmt: skip
+    return dz, dz_past, d_value, value_past, tl.sum(a0), tl.sum(a1), tl.sum(a2)
 
 
 @triton.jit
-def deep_backward(
-    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
-    weights, momenta, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
-    mine, past, left, right, scale, room, arrived, meeting, member,
+def linear_errors(
+    k, u1, d_u1, pushes, pulls, dv, rows, vs, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Linear memories: the gradient of the error, which is u1, and of the values."""
+    du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
+    if S.written:
+        du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
+    du = first_layer_to_u(
+        k, du, pushes, pulls, rows, vs, height, left, right, scale, S.d_v, S, DOT
+    )
+    put(dv, -du, rows, vs, height, S.d_v)
+    return tl.zeros_like(du) if S.objective == 1 else du
+
+
+@triton.jit
+def settle_deep(
+    k, anchor, u1, h, u2, u3, do, rest, pushes, pulls, dk, d_pulls, degrees,
+    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
+    kept, carried, push_kept, fresh, keep, mine, past, left, right, scale, member,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = S.block_v
     K: tl.constexpr = S.block_k
     F: tl.constexpr = S.block_share
-    SHARE: tl.constexpr = S.share
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
-    vs, ks = tl.arange(0, V), tl.arange(0, K)
-    do, do_past, grad_k, grad_past, degrees = both_branches(
-        k, v, anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-        dk, dv, d_pulls, d_gain, scratch, degrees, mine, past, vs, ks, left, right, scale,
-        room, arrived, meeting, member, S, DOT,
+    vs, hs, ks = tl.arange(0, V), member * F + tl.arange(0, F), tl.arange(0, K)
+    dz, dz_past, d_value, value_past, b0, b1, b2 = settle_second_layer(
+        k, anchor, u1, h, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
+        weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+        mine, past, vs, hs, left, right, scale, OWN, S, DOT,
+    )  # fmt: skip
+    grad_k = tl.zeros((mine.shape[0], K), tl.float32)
+    grad_past = tl.zeros((past.shape[0], K), tl.float32)
+    grad_pulls, past_pulls = (
+        pulls_so_far(d_pulls, mine, S.pairs, S), pulls_so_far(d_pulls, past, S.tail, S)
     )  # fmt: skip
     c0 = tl.zeros((F,), tl.float32)
-    c1, c2, b0, b1, b2 = c0, c0, 0.0, 0.0, 0.0
-    tl.debug_barrier()
-    for start in range(0, SHARE, F):
-        hs = member * SHARE + start + tl.arange(0, F)
-        grad, dz, d_value = through_hidden(
-            do, k, anchor, u1, h, scratch, mine, vs, hs, S.pairs, left, right, scale, S, DOT
-        )
-        dz_past, value_past = dz, d_value
-        if S.tail > 0:
-            more, dz_past, value_past = through_hidden(
-                do_past, k, anchor, u1, h, scratch, past, vs, hs, S.tail, left, right, scale, S, DOT
-            )
-            grad += more
-        a0, a1, a2 = leave_tile(
-            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
-            d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
-            S.d_v, S.hidden, OWN, S,
+    u, u_past = tile(u2, mine, hs, S.pairs, S.hidden), tile(u2, past, hs, S.tail, S.hidden)
+    grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
+        dz, dz_past, u, u_past, k, anchor + W2, g_weights + W2, g_momentum + W2, g_initial + W2,
+        g_anchors + W2, pushes + W2, pulls, weights + W2, momenta + W2, d_state + W2,
+        d_entered + W2, d_anchor + W2, kept, carried, push_kept, fresh, keep, grad_k, grad_past,
+        grad_pulls, past_pulls, degrees, c0, c0, c0, mine, past, hs, left, right, scale,
+        S.hidden, OWN, S, DOT,
+    )  # fmt: skip
+    if S.network == 2:
+        u, u_past = tile(u3, mine, hs, S.pairs, S.hidden), tile(u3, past, hs, S.tail, S.hidden)
+        grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
+            d_value, value_past, u, u_past, k, anchor + W3, g_weights + W3, g_momentum + W3,
+            g_initial + W3, g_anchors + W3, pushes + W3, pulls, weights + W3, momenta + W3,
+            d_state + W3, d_entered + W3, d_anchor + W3, kept, carried, push_kept, fresh, keep,
+            grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2, mine, past, hs,
+            left, right, scale, S.hidden, OWN, S, DOT,
         )  # fmt: skip
-        b0, b1, b2 = b0 + tl.sum(a0), b1 + tl.sum(a1), b2 + tl.sum(a2)
-        grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
-            dz, dz_past, k, anchor + W2, g_weights + W2, g_momentum + W2, g_initial + W2,
-            g_anchors + W2, pushes + W2, weights + W2, momenta + W2, d_state + W2, d_entered + W2,
-            d_anchor + W2, kept, carried, push_kept, fresh, keep, grad_k, grad_past, degrees,
-            c0, c1, c2, mine, past, hs, left, right, scale, S.hidden, OWN, S, DOT,
-        )  # fmt: skip
-        if S.network == 2:
-            grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
-                d_value, value_past, k, anchor + W3, g_weights + W3, g_momentum + W3,
-                g_initial + W3, g_anchors + W3, pushes + W3, weights + W3, momenta + W3,
-                d_state + W3, d_entered + W3, d_anchor + W3, kept, carried, push_kept, fresh, keep,
-                grad_k, grad_past, degrees, c0, c1, c2, mine, past, hs, left, right, scale,
-                S.hidden, OWN, S, DOT,
-            )  # fmt: skip
-    leave_keys(grad_k, grad_past, dk, mine, past, ks, S)
+    leave_pairs(grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S)
     return b0 + tl.sum(c0), b1 + tl.sum(c1), b2 + tl.sum(c2), degrees
 
 
 @triton.jit
-def linear_backward(
-    k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls,
-    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
-    kept, carried, push_kept, fresh, keep, degrees, mine, past, left, right, scale, member,
+def leave_pairs(
+    grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S: tl.constexpr
+):
+    put(dk, grad_k, mine, ks, S.pairs, S.d_k)
+    leave_pulls(grad_pulls, d_pulls, mine, S.pairs, S)
+    if S.tail > 0:
+        put(dk, grad_past, past, ks, S.tail, S.d_k)
+        leave_pulls(past_pulls, d_pulls, past, S.tail, S)
+
+
+@triton.jit
+def settle_linear(
+    k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, degrees,
+    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
+    kept, carried, push_kept, fresh, keep, mine, past, left, right, scale, member,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = S.block_share
     K: tl.constexpr = S.block_k
     PULLS: tl.constexpr = S.block_pulls
-    vs, ks = member * S.share + tl.arange(0, F), tl.arange(0, K)
-    grad_k = begin_keys(dk, mine, ks, S.pairs, member, S)
-    grad_past = begin_keys(dk, past, ks, S.tail, member, S)
-    du, grad_k, grad_pulls, degrees = through_sums(
-        k, u1, d_u1, pushes, pulls, grad_k, tl.zeros((mine.shape[0], PULLS), tl.float32), degrees,
-        mine, vs, S.pairs, left, right, scale, S, DOT,
-    )  # fmt: skip
-    put(dv, -du, mine, vs, S.pairs, S.d_v)
-    leave_pulls(grad_pulls, d_pulls, mine, S.pairs, S)
+    vs, ks = member * F + tl.arange(0, F), tl.arange(0, K)
+    grad_k = tl.zeros((mine.shape[0], K), tl.float32)
+    grad_past = tl.zeros((past.shape[0], K), tl.float32)
+    grad_pulls = tl.zeros((mine.shape[0], PULLS), tl.float32)
+    past_pulls = tl.zeros((past.shape[0], PULLS), tl.float32)
+    du = linear_errors(
+        k, u1, d_u1, pushes, pulls, dv, mine, vs, S.pairs, left, right, scale, S, DOT
+    )
     du_past = du
     if S.tail > 0:
-        du_past, grad_past, grad_pulls, degrees = through_sums(
-            k, u1, d_u1, pushes, pulls, grad_past, tl.zeros((past.shape[0], PULLS), tl.float32),
-            degrees, past, vs, S.tail, left, right, scale, S, DOT,
-        )  # fmt: skip
-        put(dv, -du_past, past, vs, S.tail, S.d_v)
-        leave_pulls(grad_pulls, d_pulls, past, S.tail, S)
-    if S.objective == 1:
-        du, du_past = tl.zeros_like(du), tl.zeros_like(du_past)
+        du_past = linear_errors(
+            k, u1, d_u1, pushes, pulls, dv, past, vs, S.tail, left, right, scale, S, DOT
+        )
     c0 = tl.zeros((F,), tl.float32)
-    tl.debug_barrier()
-    grad_k, grad_past, degrees, c0, c1, c2 = through_first_matrix(
-        du, du_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, weights,
-        momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
-        grad_k, grad_past, degrees, c0, c0, c0, mine, past, vs, left, right, scale, S.d_v, OWN, S,
-        DOT,
+    u, u_past = tile(u1, mine, vs, S.pairs, S.d_v), tile(u1, past, vs, S.tail, S.d_v)
+    grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
+        du, du_past, u, u_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes,
+        pulls, weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh,
+        keep, grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c0, c0, mine, past, vs,
+        left, right, scale, S.d_v, OWN, S, DOT,
     )  # fmt: skip
-    leave_keys(grad_k, grad_past, dk, mine, past, ks, S)
+    leave_pairs(grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S)
     return tl.sum(c0), tl.sum(c1), tl.sum(c2), degrees
 
 
-@triton.jit
-def piece_backward(
-    k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
-    weights, momenta, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
-    mine, past, left, right, scale, room, arrived, meeting, member,
+@triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
+def settle_kernel(
+    k, kept, carried, push_kept, pulls, marks, anchor, d_anchor, weights, momenta, u1, h, u2, u3,
+    left, right, scale, d_u1, d_state, d_entered, g_weights, g_momentum, g_initial, g_anchors,
+    pushes, do, rest, dk, dv, d_pulls, d_last, d_degrees, piece, pieces, rows_and_heads, heads,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of kept, carried and push_kept, and of phi by degree so far."""
-    if S.network == 0:
-        found = linear_backward(
-            k, anchor, d_anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, g_weights, g_momentum,
-            g_initial, g_anchors, weights, momenta, d_state, d_entered, kept, carried, push_kept,
-            fresh, keep, degrees, mine, past, left, right, scale, member, OWN, S, DOT,
-        )  # fmt: skip
-    else:
-        found = deep_backward(
-            k, v, anchor, d_anchor, gain, residual, u1, h, u2, u3, d_u1, d_h, d_u2, d_u3, pushes,
-            pulls, dk, dv, d_pulls, d_gain, scratch, g_weights, g_momentum, g_initial, g_anchors,
-            weights, momenta, d_state, d_entered, kept, carried, push_kept, fresh, keep, degrees,
-            mine, past, left, right, scale, room, arrived, meeting, member, OWN, S, DOT,
-        )  # fmt: skip
-    return found
+    """One block of a memory a program. `pushes`: gradients that pairs are pulled by, rounded.
 
-
-@triton.jit(do_not_specialize=["pieces", "rows_and_heads", "heads"])
-def write_backward_kernel(
-    k, v, kept, carried, push_kept, pulls, marks, state, weights, momenta, own_anchor, d_own_anchor,
-    gain, residual, u1, h, u2, u3, left, right, scale,
-    d_state, d_entered, d_u1, d_h, d_u2, d_u3,
-    g_weights, g_momentum, g_initial, g_anchors, pushes,
-    dk, dv, d_pulls, d_last, d_gain, d_degrees, scratch, room, arrived,
-    pieces, rows_and_heads, heads, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """All pieces of one row and head. `pushes`: g_weights and g_momentum, rounded.
-
-    dk, d_pulls, d_last, d_degrees: a share of a sum for each member of the team.
+    dk, d_pulls, d_last, d_degrees: a share of a sum for each block.
     """
     z = (tl.program_id(0) // S.team).to(tl.int64)
     member = tl.program_id(0) % S.team
-    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
-    MEETINGS: tl.constexpr = 2 if S.tail > 0 else 1
-    whole = (member * pieces).to(tl.int64) * rows_and_heads
-    dk, d_pulls = dk + whole * S.pairs * S.d_k, d_pulls + whole * S.pairs * S.pulls
-    d_last, d_degrees = d_last + whole * 3, d_degrees + tl.program_id(0) * 4
-    head = z % heads
-    g_weights, g_momentum = g_weights + z * S.size, g_momentum + z * S.size
-    g_initial, g_anchors = g_initial + z * S.size, g_anchors + z * S.size
-    pushes += z * S.pulls * S.size
-    gain += head * S.d_v
-    residual += head * S.d_v * S.d_k
-    scale += head * S.features
-    d_gain += z * S.d_v
-    scratch += tl.program_id(0).to(tl.int64) * S.pairs * (4 * S.hidden + S.d_v)
+    at = piece * rows_and_heads + z
+    share = (member * pieces).to(tl.int64) * rows_and_heads + at
+    size, pairs = at * S.size, at * S.pairs
+    wide, deep, whole = pairs * S.d_v, pairs * S.hidden, z * S.size
+    dk, d_pulls = dk + share * S.pairs * S.d_k, d_pulls + share * S.pulls * S.pairs
+    pulls, pushes = pulls + pairs * S.pulls, pushes + whole * S.pulls
+    k, u1, d_u1, dv = k + pairs * S.d_k, u1 + wide, d_u1 + wide, dv + wide
+    anchor, d_anchor = anchor + size, d_anchor + whole
+    g_weights, g_momentum = g_weights + whole, g_momentum + whole
+    g_initial, g_anchors = g_initial + whole, g_anchors + whole
+    weights, momenta, d_state, d_entered = (
+        weights + size, momenta + size, d_state + size, d_entered + size
+    )  # fmt: skip
+    scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
+    LAST: tl.constexpr = S.length - 1
+    keep, carry = tl.load(kept + at * S.length + LAST), 1.0
+    if S.written and S.terms > 0:
+        carry = tl.load(carried + at * S.length + LAST)
+    push_kept += at * (1 if S.written else S.pulls)
+    mark = tl.load(marks + at)
     mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
     degrees = tl.zeros((4,), tl.float32)
-    for back in range(pieces):
-        at = (pieces - 1 - back) * rows_and_heads + z
-        size, pairs = at * S.size, at * S.pairs
-        anchor = own_anchor + z * S.size if OWN else state + size
-        d_anchor = d_own_anchor + z * S.size if OWN else g_weights
-        wide, pull = pairs * S.d_v, pairs * S.pulls
-        mark = tl.load(marks + at)
-        # 0, which the compiler cannot know: else it makes every address before the loop and spills
-        still = (mark >> 2) * 16
-        keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
-        deep = pairs * S.hidden
-        d0, d1, d2, degrees = piece_backward(
-            k + pairs * S.d_k, v + wide, anchor, d_anchor, gain, residual,
-            u1 + wide, h + deep, u2 + deep, u3 + deep,
-            d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep, pushes + still, pulls + pull,
-            dk + pairs * S.d_k, dv + wide, d_pulls + pull, d_gain, scratch + still,
-            g_weights + still, g_momentum + still, g_initial + still, g_anchors + still,
-            weights + size, momenta + size, d_state + size, d_entered + size,
-            keep, carry, push_keep, mark & 1, mark & 2, degrees, mine, past,
-            left, right, scale, room, arrived, back * MEETINGS + 1, member, OWN, S, DOT,
+    if S.network == 0:
+        d0, d1, d2, degrees = settle_linear(
+            k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, degrees,
+            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, left, right, scale,
+            member, OWN, S, DOT,
         )  # fmt: skip
-        tl.store(d_last + at * 3, d0)
-        tl.store(d_last + at * 3 + 1, d1)
-        tl.store(d_last + at * 3 + 2, d2)
-        tl.debug_barrier()
+    else:
+        d0, d1, d2, degrees = settle_deep(
+            k, anchor, u1, h + deep, u2 + deep, u3 + deep, do + z * S.pairs * S.d_v,
+            rest + z * 4 * S.pairs * S.hidden, pushes, pulls, dk, d_pulls, degrees,
+            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, left, right, scale,
+            member, OWN, S, DOT,
+        )  # fmt: skip
+    tl.store(d_last + share * 3, d0)
+    tl.store(d_last + share * 3 + 1, d1)
+    tl.store(d_last + share * 3 + 2, d2)
     if S.features != S.d_k:
-        at_degrees = d_degrees + tl.arange(0, 4)
+        at_degrees = d_degrees + tl.program_id(0) * 4 + tl.arange(0, 4)
         tl.store(at_degrees, tl.load(at_degrees) + degrees)

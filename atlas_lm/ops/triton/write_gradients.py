@@ -1,0 +1,92 @@
+"""Gradients of writing a segment, piece by piece from the last: what all optimisers share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from atlas_lm.ops.triton.launch import NUMBER, Repeated, processors
+from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
+from atlas_lm.ops.triton.sizes import by_blocks
+from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
+
+ROWS = 16
+"""Pairs that a program of `error_kernel` has."""
+
+
+class Stood(NamedTuple):
+    """How a segment's memories stood before every piece."""
+
+    states: Tensor
+    """`[n z size]`, rounded."""
+    weights: Tensor
+    momenta: Tensor
+    """float32"""
+    factors: Factors
+
+
+class Sums(NamedTuple):
+    """Gradients of a segment's keys and gates."""
+
+    dk: Tensor
+    """`[n z p k]`"""
+    pulls: Tensor
+    """`[n z j p]`"""
+    last: Tensor
+    """`[n z 3]`: of kept, of carried, and of push_kept, each at the last token."""
+
+
+class WriteGradients:
+    """`write_gradients(n)` takes the gradients of the state from after piece n to before it."""
+
+    def __init__(
+        self, back: Backward, part: slice, here: Mixed, pulls: Tensor, stood: Stood,
+        found: ReadGradients, pushes: Tensor,
+    ):  # fmt: skip
+        """`pulls` `[n z j p]`: weights of the pairs in what `pushes` are the gradients of."""
+        plan, t, (count, z, *_) = back.plan, back.tables, pulls.shape
+        s = by_blocks(plan.sizes, z, processors(pulls.device))
+        k, v, dv, wide = back.k[part], back.v[part], back.dv[part], {"device": pulls.device}
+        own = plan.own and part.start == 0
+        anchor = back.anchor if own else stood.states
+        self.reads_dk, self.dk = found.dk, torch.empty(s.team, *k.shape, **wide)
+        self.d_pulls = torch.empty(s.team, *pulls.shape, **wide)
+        self.d_last = torch.empty(s.team, count, z, 3, **wide)
+        rest = torch.empty(z, 4 * s.pairs * s.hidden, **wide)
+        parts = torch.empty(z, s.team * 2 * s.pairs * s.d_v, **wide)
+        do = k.new_empty(z, s.pairs, s.d_v)
+        f, d, tables = stood.factors, found.factors, (t.left, t.right, t.scale)
+        options = constants(plan, k) | {"S": s._replace(heads=0)}
+        self.launches = [
+            Repeated(
+                pull_kernel, (z * s.team, 2 if s.tail else 1),
+                k, anchor, f.u1, f.h, *tables, *d, pushes, pulls, self.d_pulls, rest, parts,
+                NUMBER, count, z, s.heads, **options,
+            ),
+            Repeated(
+                error_kernel, (z, triton.cdiv(s.pairs, ROWS)),
+                k, v, t.gain, t.residual, parts, do, dv, found.dk, back.d_gain_write,
+                NUMBER, z, s.heads, **options,
+            ),
+        ][: 2 * (s.network != 0)]  # fmt: skip
+        self.launches.append(
+            Repeated(
+                settle_kernel, (z * s.team,),
+                k, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
+                pulls, plan.marks[part], anchor, back.g_anchor if own else back.g_weights,
+                stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
+                back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, rest,
+                self.dk, dv, self.d_pulls, self.d_last, back.d_degrees_write,
+                NUMBER, count, z, s.heads, OWN=own, **options,
+            )
+        )  # fmt: skip
+
+    def __call__(self, n: int) -> None:
+        for repeated in self.launches:
+            repeated(n)
+
+    def sums(self) -> Sums:
+        return Sums(self.reads_dk + self.dk.sum(0), self.d_pulls.sum(0), self.d_last.sum(0))
