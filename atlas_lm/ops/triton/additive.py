@@ -97,7 +97,7 @@ class AdditiveBackward(Backward):
         args = self.plan, self.k, self.v, here, self.tables, part, carry
         segment = written_segment(*args, self.anchor, self.initial, keep=True)
         found = self.read_backward(part, dy, segment.written())
-        stood = Stood(segment.states, segment.weights, segment.momenta, segment.factors)
+        stood = Stood(segment.states, segment.weights, segment.entered, segment.factors)
         assert here.share is not None
         pulls = here.share[:, :, -1:]
         if here.push is not None:

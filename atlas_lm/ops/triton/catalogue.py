@@ -35,7 +35,7 @@ from atlas_lm.ops.triton.muon_kernels import (
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
 from atlas_lm.ops.triton.reads import takes_wgmma
-from atlas_lm.ops.triton.sizes import Sizes, by_blocks
+from atlas_lm.ops.triton.sizes import Sizes, by_blocks, in_narrow_tiles
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
 from atlas_lm.rules import RULES, Rule
@@ -109,7 +109,7 @@ DEEP = hidden_kernel, pull_kernel, error_kernel
 """What linear memories do without."""
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
-ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi", "do"}
+ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi", "do", "rest"}
 """Tensors in the dtype of the inputs."""
 COUNTS = {"piece", "pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
 
@@ -141,8 +141,9 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     reads = read_kernel, read_backward_kernel
     every = (*writes, *reads, pull_kernel, error_kernel, settle_kernel)
     blocks = by_blocks(sizes, 128, 132)
+    sized = dict.fromkeys(BY_BLOCKS, blocks) | {settle_kernel: in_narrow_tiles(blocks)}
     return [
-        memory_kernel(name, fn, blocks if fn in BY_BLOCKS else sizes)
+        memory_kernel(name, fn, sized.get(fn, sizes))
         for fn in every
         if sizes.network != 0 or fn not in DEEP
     ]

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.pairs import (
+    added_parts,
     error_at_branch,
     hidden_layer,
     linear_factors,
-    sum_of_parts,
 )
 from atlas_lm.ops.triton.tiles import dot, features, put, tile
 from atlas_lm.ops.triton.writing import outer_sum
@@ -79,7 +79,7 @@ def branch_kernel(
     rows, vs = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     k += pairs * S.d_k
     if S.network != 0:
-        o = sum_of_parts(parts + z * S.team * S.pairs * S.d_v, rows, vs, 0, 1, S)
+        o = added_parts(parts + z * S.team * S.pairs * S.d_v, rows, vs, 0, 1, S)
         error, _, _, _ = error_at_branch(
             o, k, v + pairs * S.d_v, gain + head * S.d_v, residual + head * S.d_v * S.d_k,
             rows, vs, S.pairs, S, DOT,

@@ -37,7 +37,7 @@ def as_residual(raw, residual, rows, vs, height, S: tl.constexpr, DOT: tl.conste
 
 
 @triton.jit
-def sum_of_parts(
+def added_parts(
     parts, rows, vs, WHICH: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
     """What the blocks of the hidden layer left, `[team COUNT pairs v]`, added up in their order."""

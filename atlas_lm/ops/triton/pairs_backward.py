@@ -73,33 +73,23 @@ def to_keys(
 
 
 @triton.jit
-def through_second_layer(
-    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, rows, vs, hs, height,
-    left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
+def through_first_layer(
+    k, anchor, u, w1, d_u2, d_u3, pushes, pulls, rest, rows, hs, height, left, right, scale,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A block of the hidden layer: its part of the branch o and of the gradient of u1.
+    """From u2 and u3 of a block of the hidden layer: the gradient of u1 W1.
 
-    What is known of h, z, u1 W1 and the value so far stays in `rest`.
+    It stays in `rest` too, with what is known so far of the gradients of z and of the value.
     """
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
-    u, w1 = tile(u1, rows, vs, height, S.d_v), tile(anchor, vs, hs, S.d_v, S.hidden)
-    x = tile(h, rows, hs, height, S.hidden)
-    du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
-    dx = tl.zeros((rows.shape[0], hs.shape[0]), tl.float32)
-    of_u2, of_u3 = dx, dx
+    of_u2 = tl.zeros((rows.shape[0], hs.shape[0]), tl.float32)
+    of_u3 = of_u2
     if S.written:
-        du += tile(d_u1, rows, vs, tl.where(member == 0, height, 0), S.d_v).to(tl.float32)
-        dx += tile(d_h, rows, hs, height, S.hidden).to(tl.float32)
         of_u2 += tile(d_u2, rows, hs, height, S.hidden).to(tl.float32)
         if S.network == 2:
             of_u3 += tile(d_u3, rows, hs, height, S.hidden).to(tl.float32)
-    dx, d_pulls = to_x(
-        u, x.to(tl.float32), dx, d_pulls, pushes, pulls, rows, vs, hs, height,
-        S.d_v, S.hidden, S, DOT,
-    )  # fmt: skip
-    put(rest, dx, rows, hs, height, S.hidden)
     of_u2 = first_layer_to_u(
         k, of_u2, pushes + W2, pulls, rows, hs, height, left, right, scale, S.hidden, S, DOT
     )
@@ -117,8 +107,35 @@ def through_second_layer(
         dz = dz * value + of_u3 * back * gelu_slope(z)
     put(rest + ROOM, dz, rows, hs, height, S.hidden)
     put(rest + 2 * ROOM, d_back, rows, hs, height, S.hidden)
+    return d_back
+
+
+@triton.jit
+def through_second_layer(
+    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, rows, vs, hs, height,
+    left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A block of the hidden layer: its parts of the branch o and of the gradient of u1, and that of
+    the pulls. What is known of h, z, u1 W1 and the value so far stays in `rest`."""
+    PULLS: tl.constexpr = S.block_pulls
+    u, w1 = tile(u1, rows, vs, height, S.d_v), tile(anchor, vs, hs, S.d_v, S.hidden)
+    d_back = through_first_layer(
+        k, anchor, u, w1, d_u2, d_u3, pushes, pulls, rest, rows, hs, height, left, right, scale,
+        S, DOT,
+    )  # fmt: skip
+    du = dot(d_back, tl.trans(w1), DOT)
+    if S.written:
+        du += tile(d_u1, rows, vs, tl.where(member == 0, height, 0), S.d_v).to(tl.float32)
+    x = tile(h, rows, hs, height, S.hidden)
     du = to_u(x, du, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT)
-    du += dot(d_back, tl.trans(w1), DOT)
+    dx = tl.zeros((rows.shape[0], hs.shape[0]), tl.float32)
+    if S.written:
+        dx += tile(d_h, rows, hs, height, S.hidden).to(tl.float32)
+    dx, d_pulls = to_x(
+        u, x.to(tl.float32), dx, tl.zeros((rows.shape[0], PULLS), tl.float32), pushes, pulls,
+        rows, vs, hs, height, S.d_v, S.hidden, S, DOT,
+    )  # fmt: skip
+    put(rest, dx, rows, hs, height, S.hidden)
     return dot(x, tl.trans(w1), DOT), du, d_pulls
 
 
@@ -152,27 +169,37 @@ def through_error(
 
 
 @triton.jit
-def through_hidden(
-    do, k, anchor, u1, h, rest, rows, vs, hs, height, left, right, scale,
+def to_second_matrix(
+    do, u1, h, rest, rows, vs, hs, height, S: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """The gradient of W1, from the branch and from what the second layer left."""
+    d_back = tile(rest + 2 * S.pairs * S.hidden, rows, hs, height, S.hidden)
+    u, x = tile(u1, rows, vs, height, S.d_v), tile(h, rows, hs, height, S.hidden)
+    of_branch = tile(do, rows, vs, height, S.d_v)
+    return dot(tl.trans(u), d_back, DOT) + dot(tl.trans(of_branch), x, DOT)
+
+
+@triton.jit
+def to_first_layer(
+    do, k, anchor, rest, rows, vs, hs, height, left, right, scale, WHICH: tl.constexpr,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From the branch and what the second layer left: gradients of W1, z and the value."""
+    """The gradient of what W2 (WHICH = 1) or W3 (2) gave, from the branch and from what the second
+    layer left."""
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
-    d_back = tile(rest + 2 * ROOM, rows, hs, height, S.hidden)
-    grad = dot(tl.trans(tile(u1, rows, vs, height, S.d_v)), d_back, DOT)
-    grad += dot(tl.trans(do), tile(h, rows, hs, height, S.hidden), DOT)
-    dx = tile(rest, rows, hs, height, S.hidden)
-    dx += dot(do, tile(anchor, vs, hs, S.d_v, S.hidden), DOT)
+    dx = tile(rest, rows, hs, height, S.hidden).to(tl.float32)
+    w1 = tile(anchor, vs, hs, S.d_v, S.hidden)
+    dx += dot(tile(do, rows, vs, height, S.d_v), w1, DOT)
     z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
-    dz = tile(rest + ROOM, rows, hs, height, S.hidden)
-    d_value = dz
-    if S.network == 2:
-        value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
-        d_value = tile(rest + 3 * ROOM, rows, hs, height, S.hidden) + dx * gelu(z)
-        dx *= value
-    return grad, dz + dx * gelu_slope(z), d_value
+    if WHICH == 2:
+        dx *= gelu(z)
+    else:
+        dx *= gelu_slope(z)
+        if S.network == 2:
+            dx *= hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
+    return dx + tile(rest + (2 * WHICH - 1) * ROOM, rows, hs, height, S.hidden)
 
 
 @triton.jit
@@ -181,12 +208,3 @@ def leave_pulls(grad, d_pulls, rows, height, S: tl.constexpr):
     js = tl.arange(0, PULLS)
     inside = (rows[:, None] < height) & (js[None, :] < S.pulls)
     tl.store(d_pulls + js[None, :] * S.pairs + rows[:, None], grad, mask=inside)
-
-
-@triton.jit
-def pulls_so_far(d_pulls, rows, height, S: tl.constexpr):
-    """What `leave_pulls` left."""
-    PULLS: tl.constexpr = S.block_pulls
-    js = tl.arange(0, PULLS)
-    inside = (rows[:, None] < height) & (js[None, :] < S.pulls)
-    return tl.load(d_pulls + js[None, :] * S.pairs + rows[:, None], mask=inside, other=0.0)

@@ -207,7 +207,7 @@ class Backward:
         self.d_gain_write = torch.zeros(z, -(-s.pairs // 16), s.d_v, **wide)
         self.d_degrees = torch.zeros(count, z, 8, **wide)
         blocks = by_blocks(s, z, processors(q.device)).team
-        self.d_degrees_write = torch.zeros(z, blocks, 4, **wide)
+        self.d_degrees_write = torch.zeros(z, blocks * (s.network + 1), 4, **wide)
 
     def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
         """From the gradients of the state at the end."""

@@ -94,4 +94,9 @@ def by_blocks(sizes: Sizes, memories: int, processors: int) -> Sizes:
     return sizes._replace(team=triton.cdiv(outs, share), share=share, block_share=share)
 
 
+def in_narrow_tiles(sizes: Sizes) -> Sizes:
+    """For a kernel that reads much of the state beside each product."""
+    return sizes._replace(block_d=min(32, sizes.block_d))
+
+
 MUCH = 128

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atlas_lm.ops.triton.launch import NUMBER, Repeated, processors
 from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
-from atlas_lm.ops.triton.sizes import by_blocks
+from atlas_lm.ops.triton.sizes import by_blocks, in_narrow_tiles
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
 
 ROWS = 16
@@ -23,8 +23,8 @@ class Stood(NamedTuple):
     states: Tensor
     """`[n z size]`, rounded."""
     weights: Tensor
-    momenta: Tensor
     """float32"""
+    momenta: Tensor
     factors: Factors
 
 
@@ -52,10 +52,11 @@ class WriteGradients:
         k, v, dv, wide = back.k[part], back.v[part], back.dv[part], {"device": pulls.device}
         own = plan.own and part.start == 0
         anchor = back.anchor if own else stood.states
-        self.reads_dk, self.dk = found.dk, torch.empty(s.team, *k.shape, **wide)
-        self.d_pulls = torch.empty(s.team, *pulls.shape, **wide)
-        self.d_last = torch.empty(s.team, count, z, 3, **wide)
-        rest = torch.empty(z, 4 * s.pairs * s.hidden, **wide)
+        matrices = s.network + 1
+        self.reads_dk, self.dk = found.dk, torch.empty(s.team * max(1, s.network), *k.shape, **wide)
+        self.d_pulls = torch.empty(s.team * matrices, *pulls.shape, **wide)
+        self.d_last = torch.empty(s.team * matrices, count, z, 3, **wide)
+        rest = k.new_empty(z, 4 * s.pairs * s.hidden)
         parts = torch.empty(z, s.team * 2 * s.pairs * s.d_v, **wide)
         do = k.new_empty(z, s.pairs, s.d_v)
         f, d, tables = stood.factors, found.factors, (t.left, t.right, t.scale)
@@ -74,13 +75,13 @@ class WriteGradients:
         ][: 2 * (s.network != 0)]  # fmt: skip
         self.launches.append(
             Repeated(
-                settle_kernel, (z * s.team,),
+                settle_kernel, (z * s.team, matrices),
                 k, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
                 pulls, plan.marks[part], anchor, back.g_anchor if own else back.g_weights,
                 stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
                 back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, rest,
                 self.dk, dv, self.d_pulls, self.d_last, back.d_degrees_write,
-                NUMBER, count, z, s.heads, OWN=own, **options,
+                NUMBER, count, z, s.heads, OWN=own, **options | {"S": in_narrow_tiles(options["S"])},
             )
         )  # fmt: skip
 

@@ -6,23 +6,24 @@
     settle_kernel   from the branch to the anchor and the keys, and the gradient of the state from
                     after the piece to before it
 
-Every program has one block of a memory's hidden layer, or of a linear memory's values, so that few
-registers are enough and several programs share a processor. What they leave for each other is in
-memory when the next kernel begins. Linear memories need the last of the three only.
+A program has one block of a memory's hidden layer, or of a linear memory's values, and in the last
+of the three one matrix of it: few registers are enough, and several programs share a processor.
+What they leave for each other is in memory when the next kernel begins. Linear memories need the
+last of the three only.
 """
 
 import triton
 import triton.language as tl
 
-from atlas_lm.ops.triton.pairs import sum_of_parts
+from atlas_lm.ops.triton.pairs import added_parts
 from atlas_lm.ops.triton.pairs_backward import (
     first_layer_to_u,
     leave_pulls,
-    pulls_so_far,
     through_error,
-    through_hidden,
     through_second_layer,
+    to_first_layer,
     to_keys,
+    to_second_matrix,
     to_x,
 )
 from atlas_lm.ops.triton.tiles import dot, features, put, tile
@@ -35,12 +36,10 @@ def pull_pairs(
 ):  # fmt: skip
     """Pairs `rows` below `height`. `parts` `[2 pairs v]`: of the branch, of the gradient of u1."""
     V: tl.constexpr = S.block_v
-    PULLS: tl.constexpr = S.block_pulls
     vs = tl.arange(0, V)
     o, du, grad_pulls = through_second_layer(
-        k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest,
-        tl.zeros((rows.shape[0], PULLS), tl.float32), rows, vs, hs, height, left, right, scale,
-        member, S, DOT,
+        k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, rows, vs, hs, height,
+        left, right, scale, member, S, DOT,
     )  # fmt: skip
     leave_pulls(grad_pulls, d_pulls, rows, height, S)
     put(parts, o, rows, vs, height, S.d_v)
@@ -61,7 +60,8 @@ def pull_kernel(
     k, u1, h, anchor = k + pairs * S.d_k, u1 + wide, h + deep, anchor + at * S.size
     d_u1, d_h, d_u2, d_u3 = d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep
     pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
-    d_pulls += ((member * pieces).to(tl.int64) * rows_and_heads + at) * S.pulls * S.pairs
+    slot = (member * (S.network + 1) * pieces).to(tl.int64) * rows_and_heads + at
+    d_pulls += slot * S.pulls * S.pairs
     rest += z * 4 * S.pairs * S.hidden
     parts += tl.program_id(0).to(tl.int64) * 2 * S.pairs * S.d_v
     scale += (z % heads) * S.features
@@ -99,7 +99,7 @@ def error_kernel(
     rows, vs, ks = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V), tl.arange(0, K)
     parts += z * S.team * 2 * S.pairs * S.d_v
     residual += head * S.d_v * S.d_k
-    o, up = sum_of_parts(parts, rows, vs, 0, 2, S), sum_of_parts(parts, rows, vs, 1, 2, S)
+    o, up = added_parts(parts, rows, vs, 0, 2, S), added_parts(parts, rows, vs, 1, 2, S)
     of_branch, de, of_gain = through_error(
         up, o, k + pairs * S.d_k, v + pairs * S.d_v, gain + head * S.d_v, residual, rows, vs,
         S.pairs, S, DOT,
@@ -132,20 +132,28 @@ def momentum_before(
     """
     TERMS: tl.constexpr = S.terms
     LAST: tl.constexpr = S.pulls - 1
-    s = tl.load(momenta + at, mask=inside, other=0.0)
-    gs = tl.load(g_momentum + at, mask=inside, other=0.0)
+    s = tl.load(momenta + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    gs = tl.load(g_momentum + at, mask=inside, other=0.0, eviction_policy="evict_last")
     d_carried, d_push_kept = tl.sum(gw * s, 1), tl.sum(gs * s, 1)
     gs *= tl.load(push_kept + (0 if S.written else LAST))
     if S.written:
-        gs += carried * gw + tl.load(d_entered + at, mask=inside, other=0.0).to(tl.float32)
+        entered = tl.load(d_entered + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        gs += carried * gw + entered.to(tl.float32)
     else:
         for j in range(TERMS):
             step = tl.load(pushes + j * S.size + at, mask=inside, other=0.0).to(tl.float32)
             gs += tl.load(push_kept + j) * step
     gs = tl.where(fresh != 0, 0.0, gs)
-    tl.store(g_momentum + at, gs, mask=inside)
+    tl.store(g_momentum + at, gs, mask=inside, eviction_policy="evict_last")
     tl.store(pushes + LAST * S.size + at, gs.to(pushes.dtype.element_ty), mask=inside)
     return d_carried, d_push_kept
+
+
+@triton.jit
+def leave_last(d0, d1, d2, d_last):
+    tl.store(d_last, tl.sum(d0))
+    tl.store(d_last + 1, tl.sum(d1))
+    tl.store(d_last + 2, tl.sum(d2))
 
 
 @triton.jit
@@ -156,22 +164,25 @@ def settle_tile(
 ):  # fmt: skip
     """A tile of the state's gradient, from after a piece to before it; grad: of the anchor.
 
-    `weights`, `momenta`: the state before it in float32, since its product with the gradient is
-    the small rest of large terms: a normalised branch does not see how long its weights are.
+    `weights`: those before it in float32, since their product with the gradient is the small rest
+    of large terms: a normalised branch does not see how long its weights are. What is read and
+    written for every piece is to stay in the L2.
 
     Returns the gradients of kept, carried and push_kept, a sum a row. Where the piece began a
     document the gradient goes to the initial weights, and ends there.
     """
     inside = (outs[:, None] < HEIGHT) & (ins[None, :] < WIDTH)
     at = outs[:, None] * WIDTH + ins[None, :]
-    gw = tl.load(g_weights + at, mask=inside, other=0.0)
-    d_kept = tl.sum(gw * tl.load(weights + at, mask=inside, other=0.0), 1)
+    gw = tl.load(g_weights + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    w = tl.load(weights + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    read = tl.load(d_state + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    d_kept = tl.sum(gw * w, 1)
     d_carried, d_push_kept = d_kept, d_kept
     if S.terms > 0 or not S.written:
         d_carried, d_push_kept = momentum_before(
             gw, g_momentum, pushes, momenta, d_entered, carried, push_kept, fresh, at, inside, S
         )
-    gw = kept * gw + tl.load(d_state + at, mask=inside, other=0.0).to(tl.float32)
+    gw = kept * gw + read.to(tl.float32)
     if OWN:
         put(d_anchor, grad, outs, ins, HEIGHT, WIDTH)
     else:
@@ -180,7 +191,7 @@ def settle_tile(
     begun = tl.load(g_initial + at, mask=inside & (fresh != 0), other=0.0)
     tl.store(g_initial + at, begun + gw, mask=inside & (fresh != 0))
     gw = tl.where(fresh != 0, 0.0, gw)
-    tl.store(g_weights + at, gw, mask=inside)
+    tl.store(g_weights + at, gw, mask=inside, eviction_policy="evict_last")
     if S.written:
         tl.store(pushes + at, gw.to(pushes.dtype.element_ty), mask=inside)
     return d_kept, d_carried, d_push_kept
@@ -188,23 +199,27 @@ def settle_tile(
 
 @triton.jit
 def keys_of_matrix(
-    dz, u, f, w, pushes, pulls, grad_k, grad_pulls, degrees, k, rows, outs, ds, height,
+    dz, u, f, w, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, rows, outs, ds, height,
     left, right, scale, HEIGHT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of a matrix on phi gives the keys of some pairs, as anchor and as push."""
+    """What a tile of a matrix on phi gives the keys of some pairs, as anchor and as push: added to
+    grad_k, or written out where phi is the key itself."""
     df, grad_pulls = to_x(
         u, f, dot(dz, w, DOT), grad_pulls, pushes, pulls, rows, outs, ds, height,
         HEIGHT, S.pitch, S, DOT,
     )  # fmt: skip
-    grad_k, degrees = to_keys(
-        df, f, grad_k, degrees, k, rows, ds, height, left, right, scale, S, DOT
-    )
+    if S.features == S.d_k:
+        put(dk, df, rows, ds, height, S.d_k)
+    else:
+        grad_k, degrees = to_keys(
+            df, f, grad_k, degrees, k, rows, ds, height, left, right, scale, S, DOT
+        )
     return grad_k, grad_pulls, degrees
 
 
 @triton.jit
 def settle_first_matrix(
-    dz, dz_past, u, u_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls,
+    dz, dz_past, u, u_past, k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls,
     weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
     grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2, mine, past, outs,
     left, right, scale, HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
@@ -218,14 +233,14 @@ def settle_first_matrix(
         f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
         grad = dot(tl.trans(dz), f, DOT)
         grad_k, grad_pulls, degrees = keys_of_matrix(
-            dz, u, f, w, pushes, pulls, grad_k, grad_pulls, degrees, k, mine, outs, ds, S.pairs,
+            dz, u, f, w, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds, S.pairs,
             left, right, scale, HEIGHT, S, DOT,
         )  # fmt: skip
         if S.tail > 0:
             f = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
             grad += dot(tl.trans(dz_past), f, DOT)
             grad_past, past_pulls, degrees = keys_of_matrix(
-                dz_past, u_past, f, w, pushes, pulls, grad_past, past_pulls, degrees, k, past,
+                dz_past, u_past, f, w, pushes, pulls, dk, grad_past, past_pulls, degrees, k, past,
                 outs, ds, S.tail, left, right, scale, HEIGHT, S, DOT,
             )  # fmt: skip
         # pushes are read by all before any is written
@@ -240,29 +255,30 @@ def settle_first_matrix(
 
 
 @triton.jit
-def settle_second_layer(
-    k, anchor, u1, h, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
-    weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
-    mine, past, vs, hs, left, right, scale, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+def settle_second_matrix(
+    u1, h, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
+    weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, d_last,
+    mine, past, member, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """W1's tile; gradients of z and of the value, and of gates."""
-    grad, dz, d_value = through_hidden(
-        tile(do, mine, vs, S.pairs, S.d_v), k, anchor, u1, h, rest, mine, vs, hs, S.pairs,
-        left, right, scale, S, DOT,
-    )  # fmt: skip
-    dz_past, value_past = dz, d_value
-    if S.tail > 0:
-        more, dz_past, value_past = through_hidden(
-            tile(do, past, vs, S.tail, S.d_v), k, anchor, u1, h, rest, past, vs, hs, S.tail,
-            left, right, scale, S, DOT,
+    """Columns of W1, few at a time: what is read of the state takes many registers."""
+    V: tl.constexpr = S.block_v
+    F: tl.constexpr = S.block_share
+    STEP: tl.constexpr = 32 if S.block_share > 32 else S.block_share
+    vs = tl.arange(0, V)
+    c0 = tl.zeros((V,), tl.float32)
+    c1, c2 = c0, c0
+    for start in range(0, F, STEP):
+        hs = member * F + start + tl.arange(0, STEP)
+        grad = to_second_matrix(do, u1, h, rest, mine, vs, hs, S.pairs, S, DOT)
+        if S.tail > 0:
+            grad += to_second_matrix(do, u1, h, rest, past, vs, hs, S.tail, S, DOT)
+        a0, a1, a2 = settle_tile(
+            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
+            d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
+            S.d_v, S.hidden, OWN, S,
         )  # fmt: skip
-        grad += more
-    a0, a1, a2 = settle_tile(
-        grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
-        d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
-        S.d_v, S.hidden, OWN, S,
-    )  # fmt: skip
-    return dz, dz_past, d_value, value_past, tl.sum(a0), tl.sum(a1), tl.sum(a2)
+        c0, c1, c2 = c0 + a0, c1 + a1, c2 + a2
+    leave_last(c0, c1, c2, d_last)
 
 
 @triton.jit
@@ -282,76 +298,84 @@ def linear_errors(
 
 
 @triton.jit
-def settle_deep(
-    k, anchor, u1, h, u2, u3, do, rest, pushes, pulls, dk, d_pulls, degrees,
-    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
-    kept, carried, push_kept, fresh, keep, mine, past, left, right, scale, member,
-    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    V: tl.constexpr = S.block_v
-    K: tl.constexpr = S.block_k
-    F: tl.constexpr = S.block_share
-    W2: tl.constexpr = S.d_v * S.hidden
-    W3: tl.constexpr = W2 + S.hidden * S.pitch
-    vs, hs, ks = tl.arange(0, V), member * F + tl.arange(0, F), tl.arange(0, K)
-    dz, dz_past, d_value, value_past, b0, b1, b2 = settle_second_layer(
-        k, anchor, u1, h, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
-        weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
-        mine, past, vs, hs, left, right, scale, OWN, S, DOT,
-    )  # fmt: skip
-    grad_k = tl.zeros((mine.shape[0], K), tl.float32)
-    grad_past = tl.zeros((past.shape[0], K), tl.float32)
-    grad_pulls, past_pulls = (
-        pulls_so_far(d_pulls, mine, S.pairs, S), pulls_so_far(d_pulls, past, S.tail, S)
-    )  # fmt: skip
-    c0 = tl.zeros((F,), tl.float32)
-    u, u_past = tile(u2, mine, hs, S.pairs, S.hidden), tile(u2, past, hs, S.tail, S.hidden)
-    grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
-        dz, dz_past, u, u_past, k, anchor + W2, g_weights + W2, g_momentum + W2, g_initial + W2,
-        g_anchors + W2, pushes + W2, pulls, weights + W2, momenta + W2, d_state + W2,
-        d_entered + W2, d_anchor + W2, kept, carried, push_kept, fresh, keep, grad_k, grad_past,
-        grad_pulls, past_pulls, degrees, c0, c0, c0, mine, past, hs, left, right, scale,
-        S.hidden, OWN, S, DOT,
-    )  # fmt: skip
-    if S.network == 2:
-        u, u_past = tile(u3, mine, hs, S.pairs, S.hidden), tile(u3, past, hs, S.tail, S.hidden)
-        grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
-            d_value, value_past, u, u_past, k, anchor + W3, g_weights + W3, g_momentum + W3,
-            g_initial + W3, g_anchors + W3, pushes + W3, pulls, weights + W3, momenta + W3,
-            d_state + W3, d_entered + W3, d_anchor + W3, kept, carried, push_kept, fresh, keep,
-            grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2, mine, past, hs,
-            left, right, scale, S.hidden, OWN, S, DOT,
-        )  # fmt: skip
-    leave_pairs(grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S)
-    return b0 + tl.sum(c0), b1 + tl.sum(c1), b2 + tl.sum(c2), degrees
-
-
-@triton.jit
 def leave_pairs(
     grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S: tl.constexpr
 ):
-    put(dk, grad_k, mine, ks, S.pairs, S.d_k)
     leave_pulls(grad_pulls, d_pulls, mine, S.pairs, S)
     if S.tail > 0:
-        put(dk, grad_past, past, ks, S.tail, S.d_k)
         leave_pulls(past_pulls, d_pulls, past, S.tail, S)
+    if S.features != S.d_k:
+        put(dk, grad_k, mine, ks, S.pairs, S.d_k)
+        if S.tail > 0:
+            put(dk, grad_past, past, ks, S.tail, S.d_k)
+
+
+@triton.jit
+def settle_on_features(
+    dz, dz_past, u, k, anchor, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
+    kept, carried, push_kept, fresh, keep, mine, past, outs, left, right, scale,
+    HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows `outs` of a matrix `[HEIGHT pitch]` on phi, and what it gives keys and pulls.
+
+    `u`: the factor that went with phi; dz: the gradient of what the matrix gave.
+    """
+    K: tl.constexpr = S.block_k
+    PULLS: tl.constexpr = S.block_pulls
+    c0 = tl.zeros((outs.shape[0],), tl.float32)
+    degrees = tl.zeros((4,), tl.float32)
+    grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
+        dz, dz_past, tile(u, mine, outs, S.pairs, HEIGHT), tile(u, past, outs, S.tail, HEIGHT),
+        k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls, weights, momenta,
+        d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+        tl.zeros((mine.shape[0], K), tl.float32), tl.zeros((past.shape[0], K), tl.float32),
+        tl.zeros((mine.shape[0], PULLS), tl.float32), tl.zeros((past.shape[0], PULLS), tl.float32),
+        degrees, c0, c0, c0, mine, past, outs, left, right, scale, HEIGHT, OWN, S, DOT,
+    )  # fmt: skip
+    ks = tl.arange(0, K)
+    leave_pairs(grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S)
+    if S.features != S.d_k:
+        at_degrees = d_degrees + tl.arange(0, 4)
+        tl.store(at_degrees, tl.load(at_degrees) + degrees)
+    leave_last(c0, c1, c2, d_last)
+
+
+@triton.jit
+def settle_first_layer(
+    k, anchor, u, do, rest, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
+    kept, carried, push_kept, fresh, keep, mine, past, hs, left, right, scale,
+    WHICH: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows `hs` of W2 (WHICH = 1) or W3 (2)."""
+    V: tl.constexpr = S.block_v
+    AT: tl.constexpr = S.d_v * S.hidden + (WHICH - 1) * S.hidden * S.pitch
+    vs = tl.arange(0, V)
+    dz = to_first_layer(
+        do, k, anchor, rest, mine, vs, hs, S.pairs, left, right, scale, WHICH, S, DOT
+    )
+    dz_past = dz
+    if S.tail > 0:
+        dz_past = to_first_layer(
+            do, k, anchor, rest, past, vs, hs, S.tail, left, right, scale, WHICH, S, DOT
+        )
+    settle_on_features(
+        dz, dz_past, u, k, anchor + AT, pushes + AT, pulls, dk, d_pulls, d_degrees, d_last,
+        g_weights + AT, g_momentum + AT, g_initial + AT, g_anchors + AT, weights + AT, momenta + AT,
+        d_state + AT, d_entered + AT, d_anchor + AT, kept, carried, push_kept, fresh, keep,
+        mine, past, hs, left, right, scale, S.hidden, OWN, S, DOT,
+    )  # fmt: skip
 
 
 @triton.jit
 def settle_linear(
-    k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, degrees,
+    k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
     g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
-    kept, carried, push_kept, fresh, keep, mine, past, left, right, scale, member,
+    kept, carried, push_kept, fresh, keep, mine, past, vs, left, right, scale,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = S.block_share
-    K: tl.constexpr = S.block_k
-    PULLS: tl.constexpr = S.block_pulls
-    vs, ks = member * F + tl.arange(0, F), tl.arange(0, K)
-    grad_k = tl.zeros((mine.shape[0], K), tl.float32)
-    grad_past = tl.zeros((past.shape[0], K), tl.float32)
-    grad_pulls = tl.zeros((mine.shape[0], PULLS), tl.float32)
-    past_pulls = tl.zeros((past.shape[0], PULLS), tl.float32)
+    """Some values of a linear memory."""
     du = linear_errors(
         k, u1, d_u1, pushes, pulls, dv, mine, vs, S.pairs, left, right, scale, S, DOT
     )
@@ -360,16 +384,12 @@ def settle_linear(
         du_past = linear_errors(
             k, u1, d_u1, pushes, pulls, dv, past, vs, S.tail, left, right, scale, S, DOT
         )
-    c0 = tl.zeros((F,), tl.float32)
-    u, u_past = tile(u1, mine, vs, S.pairs, S.d_v), tile(u1, past, vs, S.tail, S.d_v)
-    grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
-        du, du_past, u, u_past, k, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes,
-        pulls, weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh,
-        keep, grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c0, c0, mine, past, vs,
-        left, right, scale, S.d_v, OWN, S, DOT,
+    settle_on_features(
+        du, du_past, u1, k, anchor, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+        g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+        d_anchor, kept, carried, push_kept, fresh, keep, mine, past, vs, left, right, scale,
+        S.d_v, OWN, S, DOT,
     )  # fmt: skip
-    leave_pairs(grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S)
-    return tl.sum(c0), tl.sum(c1), tl.sum(c2), degrees
 
 
 @triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
@@ -379,17 +399,21 @@ def settle_kernel(
     pushes, do, rest, dk, dv, d_pulls, d_last, d_degrees, piece, pieces, rows_and_heads, heads,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One block of a memory a program. `pushes`: gradients that pairs are pulled by, rounded.
+    """One block of one matrix a program. `pushes`: gradients that pairs are pulled by, rounded.
 
-    dk, d_pulls, d_last, d_degrees: a share of a sum for each block.
+    dk, d_pulls, d_last, d_degrees: a share of a sum for each program of a memory; dk none for W1.
     """
     z = (tl.program_id(0) // S.team).to(tl.int64)
-    member = tl.program_id(0) % S.team
+    member, matrix = tl.program_id(0) % S.team, tl.program_id(1)
     at = piece * rows_and_heads + z
-    share = (member * pieces).to(tl.int64) * rows_and_heads + at
+    slot = member * (S.network + 1) + matrix
+    share = (slot * pieces).to(tl.int64) * rows_and_heads + at
+    of_keys = slot if S.network == 0 else member * S.network + matrix - 1
+    dk += ((of_keys * pieces).to(tl.int64) * rows_and_heads + at) * S.pairs * S.d_k
+    d_pulls, d_last = d_pulls + share * S.pulls * S.pairs, d_last + share * 3
+    d_degrees += (tl.program_id(0) * (S.network + 1) + matrix) * 4
     size, pairs = at * S.size, at * S.pairs
     wide, deep, whole = pairs * S.d_v, pairs * S.hidden, z * S.size
-    dk, d_pulls = dk + share * S.pairs * S.d_k, d_pulls + share * S.pulls * S.pairs
     pulls, pushes = pulls + pairs * S.pulls, pushes + whole * S.pulls
     k, u1, d_u1, dv = k + pairs * S.d_k, u1 + wide, d_u1 + wide, dv + wide
     anchor, d_anchor = anchor + size, d_anchor + whole
@@ -398,9 +422,11 @@ def settle_kernel(
     weights, momenta, d_state, d_entered = (
         weights + size, momenta + size, d_state + size, d_entered + size
     )  # fmt: skip
+    do, rest = do + z * S.pairs * S.d_v, rest + z * 4 * S.pairs * S.hidden
     scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
+    F: tl.constexpr = S.block_share
     LAST: tl.constexpr = S.length - 1
     keep, carry = tl.load(kept + at * S.length + LAST), 1.0
     if S.written and S.terms > 0:
@@ -408,25 +434,31 @@ def settle_kernel(
     push_kept += at * (1 if S.written else S.pulls)
     mark = tl.load(marks + at)
     mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
-    degrees = tl.zeros((4,), tl.float32)
+    outs = member * F + tl.arange(0, F)
     if S.network == 0:
-        d0, d1, d2, degrees = settle_linear(
-            k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, degrees,
+        settle_linear(
+            k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
             g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
-            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, left, right, scale,
-            member, OWN, S, DOT,
+            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
+            left, right, scale, OWN, S, DOT,
         )  # fmt: skip
-    else:
-        d0, d1, d2, degrees = settle_deep(
-            k, anchor, u1, h + deep, u2 + deep, u3 + deep, do + z * S.pairs * S.d_v,
-            rest + z * 4 * S.pairs * S.hidden, pushes, pulls, dk, d_pulls, degrees,
+    elif matrix == 0:
+        settle_second_matrix(
+            u1, h + deep, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
+            weights, momenta, d_state, d_entered, d_anchor, keep, carry, push_kept,
+            mark & 1, mark & 2, d_last, mine, past, member, OWN, S, DOT,
+        )  # fmt: skip
+    elif matrix == 1:
+        settle_first_layer(
+            k, anchor, u2 + deep, do, rest, pushes, pulls, dk, d_pulls, d_degrees, d_last,
             g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
-            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, left, right, scale,
-            member, OWN, S, DOT,
+            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
+            left, right, scale, 1, OWN, S, DOT,
         )  # fmt: skip
-    tl.store(d_last + share * 3, d0)
-    tl.store(d_last + share * 3 + 1, d1)
-    tl.store(d_last + share * 3 + 2, d2)
-    if S.features != S.d_k:
-        at_degrees = d_degrees + tl.program_id(0) * 4 + tl.arange(0, 4)
-        tl.store(at_degrees, tl.load(at_degrees) + degrees)
+    elif S.network == 2:
+        settle_first_layer(
+            k, anchor, u3 + deep, do, rest, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
+            left, right, scale, 2, OWN, S, DOT,
+        )  # fmt: skip
