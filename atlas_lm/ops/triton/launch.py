@@ -1,7 +1,8 @@
 """Launch kernels from the host in a few microseconds.
 
-Triton looks up a compiled kernel by every argument, which takes longer than a small kernel runs.
-Ours differ only by their constants, and by the types and the alignment of their tensors.
+Triton looks up a compiled kernel by every argument, and asks the driver about every tensor, which
+takes longer than a small kernel runs. Ours differ only by their constants, and by the types and the
+alignment of their tensors; once compiled, they are given addresses.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ def launch(
         kernel[grid](*args, **constants)
         return None
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
-    offset, types = 0, []
-    for x in args:
+    offset, types, raw = 0, [], list(args)
+    for i, x in enumerate(args):
         if isinstance(x, Tensor):
-            offset |= x.data_ptr()
+            raw[i] = x.data_ptr()
+            offset |= raw[i]
             types.append(x.dtype)
     device = args[0].get_device()
     if device != torch.cuda.current_device():
@@ -59,7 +61,7 @@ def launch(
         if offset % 16 == 0:
             _compiled[key] = found
     else:
-        found[(*grid, 1, 1)[:3]](*args, *values)
+        found[(*grid, 1, 1)[:3]](*raw, *values)
     return found
 
 
@@ -83,6 +85,8 @@ class Repeated:
         made = launch(self.kernel, self.grid, *self.args, **self.options)
         if made is not None:
             names = self.kernel.arg_names[len(self.args) :]
+            self.tensors = [x for x in self.args if isinstance(x, Tensor)]  # still needed
+            self.args = [x.data_ptr() if isinstance(x, Tensor) else x for x in self.args]
             self.args += [self.options[name] for name in names]
             self.run = made[(*self.grid, 1, 1)[:3]]
 

@@ -9,53 +9,76 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_bend, gelu_slope, through_norm
-from atlas_lm.ops.triton.pairs import error_at_branch, hidden_inputs
+from atlas_lm.ops.triton.pairs import error_at_branch
 from atlas_lm.ops.triton.reading_backward import only
 from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, put, tile
 
 
 @triton.jit
+def pull(pulls, j, rows, height, S: tl.constexpr):
+    """How much of each pair was pushed into matrix j."""
+    return tl.load(pulls + j * S.pairs + rows, mask=rows < height, other=0.0)[:, None]
+
+
+@triton.jit
+def next_push(
+    pushes, j, outs, ins, OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """A tile of the push after j, loaded while that of j is multiplied; nothing after the last."""
+    return tile(pushes + (j + 1) * S.size, outs, ins, tl.where(j + 1 < S.pulls, OUT, 0), WIDTH)
+
+
+@triton.jit
 def to_x(
-    u, x, dx, d_pulls, pushes, pulls, rows, outs, ins, height,
+    u, x, dx, d_pulls, push, pushes, pulls, rows, outs, ins, height,
     OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back through sum_i pull_i u_i x_i^T for every push: adds to dx and d_pulls."""
+    """Back through sum_i pull_i u_i x_i^T for every push: adds to dx and d_pulls.
+
+    `push`: a tile of the first.
+    """
     PULLS: tl.constexpr = S.pulls
     for j in range(PULLS):
-        weight = tl.load(pulls + j * S.pairs + rows, mask=rows < height, other=0.0)
-        back = dot(u, tile(pushes + j * S.size, outs, ins, OUT, WIDTH), DOT)
-        dx += weight[:, None] * back
+        after = next_push(pushes, j, outs, ins, OUT, WIDTH, S)
+        back = dot(u, push, DOT)
+        dx += pull(pulls, j, rows, height, S) * back
         d_pulls += only(tl.sum(x * back, 1), j, S.block_pulls)
+        push = after
     return dx, d_pulls
 
 
 @triton.jit
 def to_u(
-    x, du, pushes, pulls, rows, outs, ins, height,
+    x, du, push, pushes, pulls, rows, outs, ins, height,
     OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Back through the same sums: adds to du."""
     PULLS: tl.constexpr = S.pulls
     for j in range(PULLS):
-        weight = tl.load(pulls + j * S.pairs + rows, mask=rows < height, other=0.0)
-        push = tile(pushes + j * S.size, outs, ins, OUT, WIDTH)
-        du += weight[:, None] * dot(x, tl.trans(push), DOT)
+        after = next_push(pushes, j, outs, ins, OUT, WIDTH, S)
+        du += pull(pulls, j, rows, height, S) * dot(x, tl.trans(push), DOT)
+        push = after
     return du
 
 
 @triton.jit
 def first_layer_to_u(
-    k, du, pushes, pulls, rows, outs, height, left, right, scale,
+    k, weights, du, pushes, pulls, rows, outs, height, left, right, scale,
     OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back to u from the matrices `[OUT pitch]` that u phi^T was pushed into."""
+    """phi(k) W^T for a matrix W `[OUT pitch]`, and back to u from the matrices like it that u phi^T
+    was pushed into: tiles `[rows, outs]`."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
+    z = tl.zeros((rows.shape[0], outs.shape[0]), tl.float32)
     for d in range(0, D, STEP):
         ds = d + tl.arange(0, STEP)
+        push = tile(pushes, outs, ds, OUT, S.pitch)
+        w = tile(weights, outs, ds, OUT, S.pitch)
         f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-        du = to_u(f, du, pushes, pulls, rows, outs, ds, height, OUT, S.pitch, S, DOT)
-    return du
+        z += dot(f, tl.trans(w), DOT)
+        du = to_u(f, du, push, pushes, pulls, rows, outs, ds, height, OUT, S.pitch, S, DOT)
+    return z, du
 
 
 @triton.jit
@@ -74,39 +97,38 @@ def to_keys(
 
 @triton.jit
 def through_first_layer(
-    k, anchor, u, w1, d_u2, d_u3, pushes, pulls, rest, rows, hs, height, left, right, scale,
+    k, anchor, u, w1, of_u2, of_u3, pushes, pulls, rest, rows, hs, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From u2 and u3 of a block of the hidden layer: the gradient of u1 W1.
+    """From the gradients of u2 and u3 of a block of the hidden layer to that of u1 W1.
 
-    It stays in `rest` too, with what is known so far of the gradients of z and of the value.
+    It stays in `rest` too, with what is known so far of the gradients of z and of the value, and
+    with what takes the gradient of h there.
     """
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
-    of_u2 = tl.zeros((rows.shape[0], hs.shape[0]), tl.float32)
-    of_u3 = of_u2
-    if S.written:
-        of_u2 += tile(d_u2, rows, hs, height, S.hidden).to(tl.float32)
-        if S.network == 2:
-            of_u3 += tile(d_u3, rows, hs, height, S.hidden).to(tl.float32)
-    of_u2 = first_layer_to_u(
-        k, of_u2, pushes + W2, pulls, rows, hs, height, left, right, scale, S.hidden, S, DOT
-    )
-    z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
+    z, of_u2 = first_layer_to_u(
+        k, anchor + W2, of_u2, pushes + W2, pulls, rows, hs, height, left, right, scale,
+        S.hidden, S, DOT,
+    )  # fmt: skip
     back = dot(u, w1, DOT)
-    d_back = of_u2 * gelu_slope(z)
+    to_z = gelu_slope(z)
+    d_back = of_u2 * to_z
     dz = of_u2 * back * gelu_bend(z)
     if S.network == 2:
-        of_u3 = first_layer_to_u(
-            k, of_u3, pushes + W3, pulls, rows, hs, height, left, right, scale, S.hidden, S, DOT
-        )
-        value = hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
+        value, of_u3 = first_layer_to_u(
+            k, anchor + W3, of_u3, pushes + W3, pulls, rows, hs, height, left, right, scale,
+            S.hidden, S, DOT,
+        )  # fmt: skip
         put(rest + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
+        put(rest + 5 * ROOM, gelu(z), rows, hs, height, S.hidden)
         d_back = d_back * value + of_u3 * gelu(z)
-        dz = dz * value + of_u3 * back * gelu_slope(z)
+        dz = dz * value + of_u3 * back * to_z
+        to_z *= value
     put(rest + ROOM, dz, rows, hs, height, S.hidden)
     put(rest + 2 * ROOM, d_back, rows, hs, height, S.hidden)
+    put(rest + 4 * ROOM, to_z, rows, hs, height, S.hidden)
     return d_back
 
 
@@ -116,24 +138,30 @@ def through_second_layer(
     left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A block of the hidden layer: its parts of the branch o and of the gradient of u1, and that of
-    the pulls. What is known of h, z, u1 W1 and the value so far stays in `rest`."""
+    the pulls. What is known of h, z, u1 W1 and the value so far stays in `rest`.
+
+    What is loaded is loaded first: a product waits until all before it is here.
+    """
     PULLS: tl.constexpr = S.block_pulls
     u, w1 = tile(u1, rows, vs, height, S.d_v), tile(anchor, vs, hs, S.d_v, S.hidden)
+    x, push = tile(h, rows, hs, height, S.hidden), tile(pushes, vs, hs, S.d_v, S.hidden)
+    du = tl.zeros((rows.shape[0], vs.shape[0]), DOT)
+    dx = tl.zeros((rows.shape[0], hs.shape[0]), DOT)
+    of_u2, of_u3 = dx, dx
+    if S.written:
+        du = tile(d_u1, rows, vs, tl.where(member == 0, height, 0), S.d_v)
+        dx, of_u2 = tile(d_h, rows, hs, height, S.hidden), tile(d_u2, rows, hs, height, S.hidden)
+        if S.network == 2:
+            of_u3 = tile(d_u3, rows, hs, height, S.hidden)
     d_back = through_first_layer(
-        k, anchor, u, w1, d_u2, d_u3, pushes, pulls, rest, rows, hs, height, left, right, scale,
-        S, DOT,
+        k, anchor, u, w1, of_u2.to(tl.float32), of_u3.to(tl.float32), pushes, pulls, rest,
+        rows, hs, height, left, right, scale, S, DOT,
     )  # fmt: skip
-    du = dot(d_back, tl.trans(w1), DOT)
-    if S.written:
-        du += tile(d_u1, rows, vs, tl.where(member == 0, height, 0), S.d_v).to(tl.float32)
-    x = tile(h, rows, hs, height, S.hidden)
-    du = to_u(x, du, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT)
-    dx = tl.zeros((rows.shape[0], hs.shape[0]), tl.float32)
-    if S.written:
-        dx += tile(d_h, rows, hs, height, S.hidden).to(tl.float32)
+    du = du.to(tl.float32) + dot(d_back, tl.trans(w1), DOT)
+    du = to_u(x, du, push, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT)
     dx, d_pulls = to_x(
-        u, x.to(tl.float32), dx, tl.zeros((rows.shape[0], PULLS), tl.float32), pushes, pulls,
-        rows, vs, hs, height, S.d_v, S.hidden, S, DOT,
+        u, x.to(tl.float32), dx.to(tl.float32), tl.zeros((rows.shape[0], PULLS), tl.float32), push,
+        pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT,
     )  # fmt: skip
     put(rest, dx, rows, hs, height, S.hidden)
     return dot(x, tl.trans(w1), DOT), du, d_pulls
@@ -181,25 +209,16 @@ def to_second_matrix(
 
 @triton.jit
 def to_first_layer(
-    do, k, anchor, rest, rows, vs, hs, height, left, right, scale, WHICH: tl.constexpr,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    do, anchor, rest, rows, vs, hs, height, WHICH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr
+):
     """The gradient of what W2 (WHICH = 1) or W3 (2) gave, from the branch and from what the second
     layer left."""
-    W2: tl.constexpr = S.d_v * S.hidden
-    W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
-    dx = tile(rest, rows, hs, height, S.hidden).to(tl.float32)
-    w1 = tile(anchor, vs, hs, S.d_v, S.hidden)
-    dx += dot(tile(do, rows, vs, height, S.d_v), w1, DOT)
-    z = hidden_inputs(k, anchor + W2, rows, hs, height, left, right, scale, S, DOT)
-    if WHICH == 2:
-        dx *= gelu(z)
-    else:
-        dx *= gelu_slope(z)
-        if S.network == 2:
-            dx *= hidden_inputs(k, anchor + W3, rows, hs, height, left, right, scale, S, DOT)
-    return dx + tile(rest + (2 * WHICH - 1) * ROOM, rows, hs, height, S.hidden)
+    dx, so_far = tile(rest, rows, hs, height, S.hidden), rest + (2 * WHICH - 1) * ROOM
+    so_far = tile(so_far, rows, hs, height, S.hidden)
+    through = tile(rest + (3 + WHICH) * ROOM, rows, hs, height, S.hidden)
+    w1, of_branch = tile(anchor, vs, hs, S.d_v, S.hidden), tile(do, rows, vs, height, S.d_v)
+    return so_far + (dx + dot(of_branch, w1, DOT)) * through
 
 
 @triton.jit

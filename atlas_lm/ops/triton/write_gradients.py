@@ -56,7 +56,7 @@ class WriteGradients:
         self.reads_dk, self.dk = found.dk, torch.empty(s.team * max(1, s.network), *k.shape, **wide)
         self.d_pulls = torch.empty(s.team * matrices, *pulls.shape, **wide)
         self.d_last = torch.empty(s.team * matrices, count, z, 3, **wide)
-        rest = k.new_empty(z, 4 * s.pairs * s.hidden)
+        rest = k.new_empty(z, 6 * s.pairs * s.hidden)
         parts = torch.empty(z, s.team * 2 * s.pairs * s.d_v, **wide)
         do = k.new_empty(z, s.pairs, s.d_v)
         f, d, tables = stood.factors, found.factors, (t.left, t.right, t.scale)

@@ -62,7 +62,7 @@ def pull_kernel(
     pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
     slot = (member * (S.network + 1) * pieces).to(tl.int64) * rows_and_heads + at
     d_pulls += slot * S.pulls * S.pairs
-    rest += z * 4 * S.pairs * S.hidden
+    rest += z * 6 * S.pairs * S.hidden
     parts += tl.program_id(0).to(tl.int64) * 2 * S.pairs * S.d_v
     scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
@@ -122,22 +122,37 @@ def error_kernel(
 
 
 @triton.jit
-def momentum_before(
-    gw, g_momentum, pushes, momenta, d_entered, carried, push_kept, fresh, at, inside,
-    S: tl.constexpr,
+def state_tile(
+    g_weights, g_momentum, weights, momenta, d_state, d_entered, outs, ins,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the momentum's gradient, from after a piece to before it, for the next one too.
+    """What `settle_tile` needs of the state: called early, so that it is here by then.
 
-    Returns gradients of carried and of the last push_kept, a sum a row.
+    What is read and written for every piece is to stay in the L2.
     """
+    inside = (outs[:, None] < HEIGHT) & (ins[None, :] < WIDTH)
+    at = outs[:, None] * WIDTH + ins[None, :]
+    gw = tl.load(g_weights + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    w = tl.load(weights + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    read = tl.load(d_state + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    gs, s, entered = gw, w, read
+    if S.terms > 0 or not S.written:
+        gs = tl.load(g_momentum + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        s = tl.load(momenta + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        if S.written:
+            entered = tl.load(d_entered + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return gw, w, read, gs, s, entered
+
+
+@triton.jit
+def momentum_before(
+    gw, gs, entered, g_momentum, pushes, carried, push_kept, fresh, at, inside, S: tl.constexpr
+):
+    """A tile of the momentum's gradient, from after a piece to before it, for the next one too."""
     TERMS: tl.constexpr = S.terms
     LAST: tl.constexpr = S.pulls - 1
-    s = tl.load(momenta + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    gs = tl.load(g_momentum + at, mask=inside, other=0.0, eviction_policy="evict_last")
-    d_carried, d_push_kept = tl.sum(gw * s, 1), tl.sum(gs * s, 1)
     gs *= tl.load(push_kept + (0 if S.written else LAST))
     if S.written:
-        entered = tl.load(d_entered + at, mask=inside, other=0.0, eviction_policy="evict_first")
         gs += carried * gw + entered.to(tl.float32)
     else:
         for j in range(TERMS):
@@ -146,7 +161,6 @@ def momentum_before(
     gs = tl.where(fresh != 0, 0.0, gs)
     tl.store(g_momentum + at, gs, mask=inside, eviction_policy="evict_last")
     tl.store(pushes + LAST * S.size + at, gs.to(pushes.dtype.element_ty), mask=inside)
-    return d_carried, d_push_kept
 
 
 @triton.jit
@@ -158,39 +172,39 @@ def leave_last(d0, d1, d2, d_last):
 
 @triton.jit
 def settle_tile(
-    grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta, d_state, d_entered,
-    d_anchor, kept, carried, push_kept, fresh, keep, outs, ins,
+    grad, state, g_weights, g_momentum, g_initial, g_anchors, pushes, d_anchor,
+    kept, carried, push_kept, fresh, keep, outs, ins,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """A tile of the state's gradient, from after a piece to before it; grad: of the anchor.
 
-    `weights`: those before it in float32, since their product with the gradient is the small rest
-    of large terms: a normalised branch does not see how long its weights are. What is read and
-    written for every piece is to stay in the L2.
+    The weights before it are in float32, since their product with the gradient is the small rest of
+    large terms: a normalised branch does not see how long its weights are.
 
     Returns the gradients of kept, carried and push_kept, a sum a row. Where the piece began a
     document the gradient goes to the initial weights, and ends there.
     """
+    gw, w, read, gs, s, entered = state
     inside = (outs[:, None] < HEIGHT) & (ins[None, :] < WIDTH)
     at = outs[:, None] * WIDTH + ins[None, :]
-    gw = tl.load(g_weights + at, mask=inside, other=0.0, eviction_policy="evict_last")
-    w = tl.load(weights + at, mask=inside, other=0.0, eviction_policy="evict_first")
-    read = tl.load(d_state + at, mask=inside, other=0.0, eviction_policy="evict_first")
     d_kept = tl.sum(gw * w, 1)
     d_carried, d_push_kept = d_kept, d_kept
     if S.terms > 0 or not S.written:
-        d_carried, d_push_kept = momentum_before(
-            gw, g_momentum, pushes, momenta, d_entered, carried, push_kept, fresh, at, inside, S
+        d_carried = tl.sum(gw * s.to(tl.float32), 1)
+        d_push_kept = tl.sum(gs * s.to(tl.float32), 1)
+        momentum_before(
+            gw, gs, entered, g_momentum, pushes, carried, push_kept, fresh, at, inside, S
         )
     gw = kept * gw + read.to(tl.float32)
     if OWN:
         put(d_anchor, grad, outs, ins, HEIGHT, WIDTH)
     else:
         gw += grad
-    gw += tl.load(g_anchors + at, mask=inside & (keep != 0), other=0.0)
-    begun = tl.load(g_initial + at, mask=inside & (fresh != 0), other=0.0)
-    tl.store(g_initial + at, begun + gw, mask=inside & (fresh != 0))
-    gw = tl.where(fresh != 0, 0.0, gw)
+    if (fresh | keep) != 0:
+        gw += tl.load(g_anchors + at, mask=inside & (keep != 0), other=0.0)
+        begun = tl.load(g_initial + at, mask=inside & (fresh != 0), other=0.0)
+        tl.store(g_initial + at, begun + gw, mask=inside & (fresh != 0))
+        gw = tl.where(fresh != 0, 0.0, gw)
     tl.store(g_weights + at, gw, mask=inside, eviction_policy="evict_last")
     if S.written:
         tl.store(pushes + at, gw.to(pushes.dtype.element_ty), mask=inside)
@@ -199,13 +213,13 @@ def settle_tile(
 
 @triton.jit
 def keys_of_matrix(
-    dz, u, f, w, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, rows, outs, ds, height,
+    dz, u, f, w, push, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, rows, outs, ds, height,
     left, right, scale, HEIGHT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """What a tile of a matrix on phi gives the keys of some pairs, as anchor and as push: added to
     grad_k, or written out where phi is the key itself."""
     df, grad_pulls = to_x(
-        u, f, dot(dz, w, DOT), grad_pulls, pushes, pulls, rows, outs, ds, height,
+        u, f, dot(dz, w, DOT), grad_pulls, push, pushes, pulls, rows, outs, ds, height,
         HEIGHT, S.pitch, S, DOT,
     )  # fmt: skip
     if S.features == S.d_k:
@@ -229,26 +243,29 @@ def settle_first_matrix(
     STEP: tl.constexpr = S.block_d
     for d in range(0, D, STEP):
         ds = d + tl.arange(0, STEP)
-        w = tile(anchor, outs, ds, HEIGHT, S.pitch)
+        state = state_tile(
+            g_weights, g_momentum, weights, momenta, d_state, d_entered, outs, ds,
+            HEIGHT, S.pitch, S,
+        )  # fmt: skip
+        w, push = tile(anchor, outs, ds, HEIGHT, S.pitch), tile(pushes, outs, ds, HEIGHT, S.pitch)
         f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
         grad = dot(tl.trans(dz), f, DOT)
         grad_k, grad_pulls, degrees = keys_of_matrix(
-            dz, u, f, w, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds, S.pairs,
+            dz, u, f, w, push, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds, S.pairs,
             left, right, scale, HEIGHT, S, DOT,
         )  # fmt: skip
         if S.tail > 0:
             f = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
             grad += dot(tl.trans(dz_past), f, DOT)
             grad_past, past_pulls, degrees = keys_of_matrix(
-                dz_past, u_past, f, w, pushes, pulls, dk, grad_past, past_pulls, degrees, k, past,
+                dz_past, u_past, f, w, push, pushes, pulls, dk, grad_past, past_pulls, degrees, k, past,
                 outs, ds, S.tail, left, right, scale, HEIGHT, S, DOT,
             )  # fmt: skip
         # pushes are read by all before any is written
         tl.debug_barrier()
         a0, a1, a2 = settle_tile(
-            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
-            d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, outs, ds,
-            HEIGHT, S.pitch, OWN, S,
+            grad, state, g_weights, g_momentum, g_initial, g_anchors, pushes, d_anchor,
+            kept, carried, push_kept, fresh, keep, outs, ds, HEIGHT, S.pitch, OWN, S,
         )  # fmt: skip
         c0, c1, c2 = c0 + a0, c1 + a1, c2 + a2
     return grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2
@@ -269,13 +286,16 @@ def settle_second_matrix(
     c1, c2 = c0, c0
     for start in range(0, F, STEP):
         hs = member * F + start + tl.arange(0, STEP)
+        state = state_tile(
+            g_weights, g_momentum, weights, momenta, d_state, d_entered, vs, hs,
+            S.d_v, S.hidden, S,
+        )  # fmt: skip
         grad = to_second_matrix(do, u1, h, rest, mine, vs, hs, S.pairs, S, DOT)
         if S.tail > 0:
             grad += to_second_matrix(do, u1, h, rest, past, vs, hs, S.tail, S, DOT)
         a0, a1, a2 = settle_tile(
-            grad, g_weights, g_momentum, g_initial, g_anchors, pushes, weights, momenta,
-            d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, vs, hs,
-            S.d_v, S.hidden, OWN, S,
+            grad, state, g_weights, g_momentum, g_initial, g_anchors, pushes, d_anchor,
+            kept, carried, push_kept, fresh, keep, vs, hs, S.d_v, S.hidden, OWN, S,
         )  # fmt: skip
         c0, c1, c2 = c0 + a0, c1 + a1, c2 + a2
     leave_last(c0, c1, c2, d_last)
@@ -283,15 +303,15 @@ def settle_second_matrix(
 
 @triton.jit
 def linear_errors(
-    k, u1, d_u1, pushes, pulls, dv, rows, vs, height, left, right, scale,
+    k, anchor, d_u1, pushes, pulls, dv, rows, vs, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Linear memories: the gradient of the error, which is u1, and of the values."""
     du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
     if S.written:
         du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
-    du = first_layer_to_u(
-        k, du, pushes, pulls, rows, vs, height, left, right, scale, S.d_v, S, DOT
+    _, du = first_layer_to_u(
+        k, anchor, du, pushes, pulls, rows, vs, height, left, right, scale, S.d_v, S, DOT
     )
     put(dv, -du, rows, vs, height, S.d_v)
     return tl.zeros_like(du) if S.objective == 1 else du
@@ -352,14 +372,10 @@ def settle_first_layer(
     V: tl.constexpr = S.block_v
     AT: tl.constexpr = S.d_v * S.hidden + (WHICH - 1) * S.hidden * S.pitch
     vs = tl.arange(0, V)
-    dz = to_first_layer(
-        do, k, anchor, rest, mine, vs, hs, S.pairs, left, right, scale, WHICH, S, DOT
-    )
+    dz = to_first_layer(do, anchor, rest, mine, vs, hs, S.pairs, WHICH, S, DOT)
     dz_past = dz
     if S.tail > 0:
-        dz_past = to_first_layer(
-            do, k, anchor, rest, past, vs, hs, S.tail, left, right, scale, WHICH, S, DOT
-        )
+        dz_past = to_first_layer(do, anchor, rest, past, vs, hs, S.tail, WHICH, S, DOT)
     settle_on_features(
         dz, dz_past, u, k, anchor + AT, pushes + AT, pulls, dk, d_pulls, d_degrees, d_last,
         g_weights + AT, g_momentum + AT, g_initial + AT, g_anchors + AT, weights + AT, momenta + AT,
@@ -377,12 +393,12 @@ def settle_linear(
 ):  # fmt: skip
     """Some values of a linear memory."""
     du = linear_errors(
-        k, u1, d_u1, pushes, pulls, dv, mine, vs, S.pairs, left, right, scale, S, DOT
+        k, anchor, d_u1, pushes, pulls, dv, mine, vs, S.pairs, left, right, scale, S, DOT
     )
     du_past = du
     if S.tail > 0:
         du_past = linear_errors(
-            k, u1, d_u1, pushes, pulls, dv, past, vs, S.tail, left, right, scale, S, DOT
+            k, anchor, d_u1, pushes, pulls, dv, past, vs, S.tail, left, right, scale, S, DOT
         )
     settle_on_features(
         du, du_past, u1, k, anchor, pushes, pulls, dk, d_pulls, d_degrees, d_last,
@@ -422,7 +438,7 @@ def settle_kernel(
     weights, momenta, d_state, d_entered = (
         weights + size, momenta + size, d_state + size, d_entered + size
     )  # fmt: skip
-    do, rest = do + z * S.pairs * S.d_v, rest + z * 4 * S.pairs * S.hidden
+    do, rest = do + z * S.pairs * S.d_v, rest + z * 6 * S.pairs * S.hidden
     scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
