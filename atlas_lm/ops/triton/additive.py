@@ -22,6 +22,7 @@ from atlas_lm.ops.triton.reads import (
     constants,
     either,
 )
+from atlas_lm.ops.triton.resident import features_kernel, resident_kernel
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
 
@@ -61,16 +62,29 @@ def written_segment(
         entered[0] = momentum
     factors = Factors.room(k.shape[0], plan, k)
     own = plan.own and part.start == 0
+    gates = mixed.share, either(mixed.push, mixed.kept), mixed.kept, either(mixed.steps, mixed.kept)
+    state = all_weights, momenta, states, entered, anchor if own else states, initial, anchors
+    counts = k.shape[0], len(plan.marks) - part.start, plan.rows_and_heads, plan.sizes.heads
+    resident = plan.sizes.resident
     launch(
-        write_kernel, (plan.rows_and_heads * plan.sizes.team,),
-        k, v, mixed.share, either(mixed.push, mixed.kept), mixed.kept,
-        either(mixed.steps, mixed.kept), either(mixed.push_kept, mixed.kept),
-        plan.marks[part.start :], all_weights, momenta, states, entered,
-        anchor if own else states, initial, anchors, t.gain, t.residual, *factors,
-        t.left, t.right, t.scale, *Meeting.of(plan), k.shape[0], len(plan.marks) - part.start,
-        plan.rows_and_heads, plan.sizes.heads, OWN=own, KEEP=keep, **constants(plan, k),
+        resident_kernel if resident else write_kernel, (plan.rows_and_heads * plan.sizes.team,),
+        k, v, *((phi_of(plan, k, t),) if resident else (t.left, t.right, t.scale)), *gates,
+        either(mixed.push_kept, mixed.kept), plan.marks[part.start :], *state, t.gain, t.residual,
+        *factors, *Meeting.of(plan), *counts, OWN=own, KEEP=keep, **constants(plan, k),
     )  # fmt: skip
     return Segment(all_weights, momenta, states, entered, factors)
+
+
+def phi_of(plan: Plan, k: Tensor, tables: Tables) -> Tensor:
+    """The features of a segment's keys, `[n z p pitch]`; the keys, where these are the features."""
+    s, (count, z) = plan.sizes, k.shape[:2]
+    if s.features == s.d_k:
+        return k
+    phi = k.new_empty(count, z, s.pairs, s.pitch)
+    sizes = constants(plan, k)["S"]
+    t = tables
+    launch(features_kernel, (z, count), k, phi, t.left, t.right, t.scale, z, s.heads, S=sizes)
+    return phi
 
 
 def in_room(first: Tensor, shape: tuple[int, int, int]) -> Tensor:

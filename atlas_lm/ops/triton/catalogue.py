@@ -35,6 +35,7 @@ from atlas_lm.ops.triton.muon_kernels import (
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
 from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
+from atlas_lm.ops.triton.resident import features_kernel, resident_kernel
 from atlas_lm.ops.triton.sizes import Sizes
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -103,7 +104,6 @@ CASES = {
 }
 """What memories are written and read for: the shapes that speed is measured at."""
 
-ADDITIVE = write_kernel, write_backward_kernel
 MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
 WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
@@ -135,8 +135,16 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     weights = init_memory(rule, 16, case.d_k, case.d_v, case.hidden, device="meta")
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
-    writes = MUON if rule.optimizer == "muon" else ADDITIVE
+    writes = MUON if rule.optimizer == "muon" else additive_kernels(sizes)
     return [memory_kernel(name, fn, sizes) for fn in (*writes, read_kernel, read_backward_kernel)]
+
+
+def additive_kernels(sizes: Sizes) -> tuple[Any, ...]:
+    """What writes memories under gd and momentum, both ways."""
+    if not sizes.resident:
+        return write_kernel, write_backward_kernel
+    made = () if sizes.features == sizes.d_k else (features_kernel,)
+    return *made, resident_kernel, write_backward_kernel
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:

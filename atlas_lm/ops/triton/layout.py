@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, block, feature_block
+from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, block, feature_block, fits_registers
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Weights
 
@@ -32,9 +32,10 @@ def sizes_of(
     pulls = terms + 1
     pitch = width if width == d_k else -(-width // step) * step
     share = (hidden or d_v) // team
-    size = d_v * (hidden or pitch) + NETWORKS[str(rule.network)] * hidden * pitch
+    network = NETWORKS[str(rule.network)]
+    size = d_v * (hidden or pitch) + network * hidden * pitch
     return Sizes(
-        network=NETWORKS[str(rule.network)],
+        network=network,
         norm=bool(rule.norm),
         objective=OBJECTIVES[str(rule.objective)],
         heads=heads,
@@ -54,6 +55,7 @@ def sizes_of(
         block_v=block(d_v),
         block_f=min(64, block(hidden)),
         block_d=step,
+        blocks=-(-pitch // step),
         block_share=min(64, block(share)) if hidden else block(share),
         block_terms=triton.next_power_of_2(max(1, terms)),
         block_pulls=triton.next_power_of_2(pulls),
@@ -61,6 +63,8 @@ def sizes_of(
         share=share,
         pairs=rule.window - 1 + length,
         size=size,
+        resident=not muon
+        and fits_registers(block(d_v), block(share), -(-pitch // step) * step, network, terms),
     )
 
 

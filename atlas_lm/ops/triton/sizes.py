@@ -43,6 +43,8 @@ class Sizes(NamedTuple):
     block_v: int
     block_f: int
     block_d: int
+    blocks: int
+    """Of features."""
     block_share: int
     """Of a share, what is computed at once."""
     block_terms: int
@@ -56,6 +58,8 @@ class Sizes(NamedTuple):
     without properties."""
     size: int
     """Fast weights of one row and head."""
+    resident: bool
+    """Whether a share of the state stays in registers while pieces are written."""
 
 
 def block(width: int) -> int:
@@ -68,6 +72,16 @@ def feature_block(d_k: int, features: int) -> int:
     if features == d_k:
         return block(d_k)
     return 64 if -features % 64 <= 16 else 32
+
+
+def fits_registers(outs: int, share: int, ins: int, network: int, terms: int) -> bool:
+    """Whether a share of a deep memory and of its momenta leaves half of the registers free."""
+    matrices = share * (outs + network * ins)
+    return network != LINEAR and share <= 64 and matrices * (1 + terms) <= 128 * THREADS
+
+
+THREADS = 128
+"""Of a program, four warps."""
 
 
 def team_for(outs: int, least: int, memories: int, processors: int) -> int:

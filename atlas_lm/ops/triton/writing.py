@@ -177,9 +177,9 @@ def last_shares(share, push, at, mine, past, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads", "heads"])
 def write_kernel(
-    k, v, share, push, kept, carried, push_kept, marks,
+    k, v, left, right, scale, share, push, kept, carried, push_kept, marks,
     weights, momentum, states, entered, own_anchor, initial, anchors, gain, residual,
-    u1, h, u2, u3, left, right, scale, room, arrived, pieces, marked, rows_and_heads, heads,
+    u1, h, u2, u3, room, arrived, pieces, marked, rows_and_heads, heads,
     OWN: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one row and head, from state n to state n + 1 of weights and momentum.

@@ -1,0 +1,339 @@
+"""Write pieces into deep memories whose state stays in registers from the first piece to the last.
+
+A program has all of a memory, or a member's share of its hidden layer (`team`). Its weights, and
+momentum, are tuples of tiles: w1 `[v f]`, then w2 `[f d]` and w3 in blocks of features. Rounded, the
+weights are the anchor of the next piece: what goes to memory is there for others to read.
+"""
+
+import triton
+import triton.language as tl
+
+from atlas_lm.ops.triton.branch import gelu, gelu_slope
+from atlas_lm.ops.triton.pairs import gradient_at_branch, rest_of_error
+from atlas_lm.ops.triton.team import arrive, leave_part, sum_of_parts, wait
+from atlas_lm.ops.triton.tiles import dot, features, put, tile
+from atlas_lm.ops.triton.writing import last_kept, last_shares
+
+
+@triton.jit(do_not_specialize=["rows_and_heads", "heads"])
+def features_kernel(
+    k, phi, left, right, scale, rows_and_heads, heads, S: tl.constexpr,
+):  # fmt: skip
+    """phi of the keys of one piece, rounded: the writing takes each of them twice."""
+    z = tl.program_id(0).to(tl.int64)
+    pairs = (tl.program_id(1) * rows_and_heads + z) * S.pairs
+    scale += (z % heads) * S.features
+    PITCH: tl.constexpr = S.pitch
+    STEP: tl.constexpr = S.block_d
+    PAIRS: tl.constexpr = S.pairs
+    for start in range(0, PAIRS, 16):
+        rows = start + tl.arange(0, 16)
+        for d in range(0, PITCH, STEP):
+            ds = d + tl.arange(0, STEP)
+            f = features(
+                k + pairs * S.d_k, rows, ds, S.pairs, left, right, scale, S.d_k, S.features
+            )
+            put(phi + pairs * S.pitch, f, rows, ds, S.pairs, S.pitch)
+
+
+@triton.jit
+def place(n: tl.constexpr, member, S: tl.constexpr):
+    """Where tile n of a share lies among all weights of a memory, and what of it there is."""
+    F: tl.constexpr = S.block_share
+    STEP: tl.constexpr = S.block_d
+    V: tl.constexpr = S.block_v
+    BLOCKS: tl.constexpr = S.blocks
+    hs, first = tl.arange(0, F), member * S.share
+    if n == 0:
+        vs = tl.arange(0, V)
+        at = vs[:, None] * S.hidden + first + hs[None, :]
+        inside = (vs < S.d_v)[:, None] & (hs < S.share)[None, :]
+    else:
+        ds = (n - 1) % BLOCKS * STEP + tl.arange(0, STEP)
+        skip = S.d_v * S.hidden + (n - 1) // BLOCKS * S.hidden * S.pitch
+        at = skip + (first + hs)[:, None] * S.pitch + ds[None, :]
+        inside = (hs < S.share)[:, None] & (ds < S.pitch)[None, :]
+    return at, inside
+
+
+@triton.jit
+def load_tiles(base, member, S: tl.constexpr):
+    TILES: tl.constexpr = 1 + S.network * S.blocks
+    made = ()
+    for n in tl.static_range(TILES):
+        at, inside = place(n, member, S)
+        made += (tl.load(base + at, mask=inside, other=0.0),)
+    return made
+
+
+@triton.jit
+def store_tiles(base, tiles, member, S: tl.constexpr):
+    TILES: tl.constexpr = 1 + S.network * S.blocks
+    for n in tl.static_range(TILES):
+        at, inside = place(n, member, S)
+        tl.store(base + at, tiles[n].to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mixed(xs, a, ys, b, S: tl.constexpr):
+    """a xs + b ys"""
+    TILES: tl.constexpr = 1 + S.network * S.blocks
+    made = ()
+    for n in tl.static_range(TILES):
+        made += (a * xs[n] + b * ys[n],)
+    return made
+
+
+@triton.jit
+def scaled(xs, a, S: tl.constexpr):
+    TILES: tl.constexpr = 1 + S.network * S.blocks
+    made = ()
+    for n in tl.static_range(TILES):
+        made += (a * xs[n],)
+    return made
+
+
+@triton.jit
+def rounded(xs, S: tl.constexpr, DOT: tl.constexpr):
+    TILES: tl.constexpr = 1 + S.network * S.blocks
+    made = ()
+    for n in tl.static_range(TILES):
+        made += (xs[n].to(DOT),)
+    return made
+
+
+@triton.jit
+def load_features(phi, rows, height, S: tl.constexpr):
+    """A tile of phi `[height, pitch]` for each block of features."""
+    STEP: tl.constexpr = S.block_d
+    BLOCKS: tl.constexpr = S.blocks
+    made = ()
+    for b in tl.static_range(BLOCKS):
+        made += (tile(phi, rows, b * STEP + tl.arange(0, STEP), height, S.pitch),)
+    return made
+
+
+@triton.jit
+def hidden_inputs(f, anchor, FIRST: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr):
+    """phi W^T, the blocks of W being `anchor` from FIRST on."""
+    BLOCKS: tl.constexpr = S.blocks
+    z = dot(f[0], tl.trans(anchor[FIRST]), DOT)
+    for b in tl.static_range(1, BLOCKS):
+        z += dot(f[b], tl.trans(anchor[FIRST + b]), DOT)
+    return z
+
+
+@triton.jit
+def through_layers(f, anchor, S: tl.constexpr, DOT: tl.constexpr):
+    """h; what takes the gradient at h to that of W2 phi and of W3 phi; this share of the output."""
+    BLOCKS: tl.constexpr = S.blocks
+    z = hidden_inputs(f, anchor, 1, S, DOT)
+    gate = gelu(z)
+    x, to_z = gate, gelu_slope(z)
+    if S.network == 2:
+        value = hidden_inputs(f, anchor, 1 + BLOCKS, S, DOT)
+        x, to_z = gate * value, to_z * value
+    x = x.to(DOT)
+    return x, to_z, gate, dot(x, tl.trans(anchor[0]), DOT)
+
+
+@triton.jit
+def moved(
+    w, s, u, xs, share, push, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """COUNT tiles of weights and momentum from FIRST on, with sum_i share_i u_i x_i^T."""
+    shared = tl.trans((share[:, None] * u).to(DOT))
+    weights, momentum = (), ()
+    for n in tl.static_range(COUNT):
+        weights += (w[FIRST + n] + dot(shared, xs[n], DOT),)
+    if S.terms > 0:
+        pushed = tl.trans((push[:, None] * u).to(DOT))
+        for n in tl.static_range(COUNT):
+            momentum += (s[FIRST + n] + dot(pushed, xs[n], DOT),)
+    return weights, momentum
+
+
+@triton.jit
+def learn(
+    w, s, error, x, to_z, gate, f, anchor, share, push, u2, u3, rows, hs, height,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Weights and momentum with the gradients of some pairs; u2 and u3 are written out."""
+    BLOCKS: tl.constexpr = S.blocks
+    new_w, new_s = moved(w, s, error, (x,), share, push, 0, 1, S, DOT)
+    back = dot(error, anchor[0], DOT)
+    of_z = back * to_z
+    put(u2, of_z, rows, hs, height, S.hidden)
+    more_w, more_s = moved(w, s, of_z, f, share, push, 1, BLOCKS, S, DOT)
+    new_w, new_s = new_w + more_w, new_s + more_s
+    if S.network == 2:
+        of_value = back * gate
+        put(u3, of_value, rows, hs, height, S.hidden)
+        more_w, more_s = moved(w, s, of_value, f, share, push, 1 + BLOCKS, BLOCKS, S, DOT)
+        new_w, new_s = new_w + more_w, new_s + more_s
+    return new_w, new_s
+
+
+@triton.jit
+def whole(part, part_past, room, meeting, member, mine, past, vs, S: tl.constexpr):
+    """What all members' shares give: the sums of their parts."""
+    if S.team > 1:
+        part = sum_of_parts(room, meeting, mine, vs, S.pairs, 0, S)
+        if S.tail > 0:
+            part_past = sum_of_parts(room, meeting, past, vs, S.tail, 0, S)
+    return part, part_past
+
+
+@triton.jit
+def leave(part, part_past, room, arrived, meeting, member, mine, past, vs, S: tl.constexpr):
+    """For the other members, if there are any."""
+    if S.team > 1:
+        leave_part(part, room, meeting, member, mine, vs, S.pairs, 0, S)
+        if S.tail > 0:
+            leave_part(part_past, room, meeting, member, past, vs, S.tail, 0, S)
+        arrive(arrived)
+
+
+@triton.jit
+def write_piece(
+    w, s, f, k, v, phi, phi_next, anchor, gain, residual, u1, h, u2, u3,
+    share, push, share_past, push_past, kept, carried, push_kept, room, arrived, meeting, member,
+    still, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Weights and momentum after a piece, and the features of the next one's keys."""
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    V: tl.constexpr = S.block_v
+    F: tl.constexpr = S.block_share
+    mine, past = S.tail + still + tl.arange(0, LENGTH), still + tl.arange(0, TAIL)
+    vs, hs = tl.arange(0, V), member * S.share + tl.arange(0, F)
+    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
+    x, to_z, gate, o = through_layers(f, anchor, S, DOT)
+    f_past, x_past, z_past, gate_past, o_past = f, x, to_z, gate, o
+    if S.tail > 0:
+        f_past = load_features(phi, past, S.tail, S)
+        x_past, z_past, gate_past, o_past = through_layers(f_past, anchor, S, DOT)
+    leave(o, o_past, room, arrived, meeting, member, mine, past, vs, S)
+    put(h, x, mine, hs, S.pairs, S.hidden)
+    rest = rest_of_error(k, v, residual, mine, vs, S.pairs, S, DOT)
+    rest_past = rest
+    if S.tail > 0:
+        put(h, x_past, past, hs, S.tail, S.hidden)
+        rest_past = rest_of_error(k, v, residual, past, vs, S.tail, S, DOT)
+    if S.team > 1:
+        wait(arrived, meeting, S)
+    o, o_past = whole(o, o_past, room, meeting, member, mine, past, vs, S)
+    following = load_features(phi_next, mine, S.pairs, S)
+    e, _, _, _ = gradient_at_branch(o, rest, weight, mine, vs, S.pairs, S)
+    if member == 0:
+        put(u1, e, mine, vs, S.pairs, S.d_v)
+    if S.terms > 0:
+        w, s = mixed(w, kept, s, carried, S), scaled(s, push_kept, S)
+    else:
+        w = scaled(w, kept, S)
+    w, s = learn(
+        w, s, e, x, to_z, gate, f, anchor, share, push, u2, u3, mine, hs, S.pairs, S, DOT
+    )
+    if S.tail > 0:
+        e, _, _, _ = gradient_at_branch(o_past, rest_past, weight, past, vs, S.tail, S)
+        if member == 0:
+            put(u1, e, past, vs, S.tail, S.d_v)
+        w, s = learn(
+            w, s, e, x_past, z_past, gate_past, f_past, anchor, share_past, push_past, u2, u3,
+            past, hs, S.tail, S, DOT,
+        )  # fmt: skip
+    return w, s, following
+
+
+@triton.jit
+def leave_state(
+    weights, momentum, states, entered, anchors, w, s, size, keep, member,
+    KEEP: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """The state before the next piece, rounded; under KEEP also as it is; as an anchor if `keep`."""
+    store_tiles(states + size, w, member, S)
+    if KEEP:
+        store_tiles(weights + size, w, member, S)
+    if S.terms > 0:
+        store_tiles(entered + size, s, member, S)
+        if KEEP:
+            store_tiles(momentum + size, s, member, S)
+    if keep:
+        store_tiles(anchors, w, member, S)
+
+
+@triton.jit
+def begin_document(
+    weights, momentum, states, entered, initial, anchors, s, size, keep, member,
+    KEEP: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """A state to begin with, over the one that was left."""
+    tl.debug_barrier()
+    w = load_tiles(initial, member, S)
+    if S.terms > 0:
+        s = scaled(s, 0.0, S)
+    leave_state(
+        weights, momentum, states, entered, anchors, w, s, size, keep, member, KEEP, S
+    )
+    return w, s
+
+
+@triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads", "heads"])
+def resident_kernel(
+    k, v, phi, share, push, kept, carried, push_kept, marks,
+    weights, momentum, states, entered, own_anchor, initial, anchors, gain, residual,
+    u1, h, u2, u3, room, arrived, pieces, marked, rows_and_heads, heads,
+    OWN: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """As `write_kernel`, which has the state in memory. `phi`: features of the keys, or the keys.
+
+    With an anchor of its own (OWN) there is one piece.
+    """
+    z = (tl.program_id(0) // S.team).to(tl.int64)
+    member = tl.program_id(0) % S.team
+    room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
+    head = z % heads
+    initial, anchors = initial + head * S.size, anchors + z * S.size
+    gain, residual = gain + head * S.d_v, residual + head * S.d_v * S.d_k
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
+    w, s = load_tiles(weights + z * S.size, member, S), ()
+    if S.terms > 0:
+        s = load_tiles(momentum + z * S.size, member, S)
+    f = load_features(phi + z * S.pairs * S.pitch, mine, S.pairs, S)
+    for n in range(pieces):
+        at = n * rows_and_heads + z
+        # 0, which the compiler cannot know: else it makes every offset before the loop and spills
+        still = n >> 30
+        me = member + still
+        pairs = at * S.pairs
+        after = tl.minimum(n + 1, pieces - 1) * rows_and_heads + z
+        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
+        now, push_now, now_past, push_past = last_shares(share, push, at, mine, past, S)
+        keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
+        anchor = rounded(w, S, DOT)
+        if OWN:
+            anchor = load_tiles(own_anchor + z * S.size, me, S)
+        deep = pairs * S.hidden
+        w, s, f = write_piece(
+            w, s, f, k + pairs * S.d_k, v + pairs * S.d_v, phi + pairs * S.pitch,
+            phi + after * S.pairs * S.pitch, anchor, gain, residual, u1 + pairs * S.d_v,
+            h + deep, u2 + deep, u3 + deep, now, push_now, now_past, push_past,
+            keep, carry, push_keep, room, arrived, n + 1, me, still, S, DOT,
+        )  # fmt: skip
+        size = (at + rows_and_heads) * S.size
+        leave_state(
+            weights, momentum, states, entered, anchors, w, s, size, mark & 2, me, KEEP, S
+        )
+        # not a choice before the state is left: its tiles would be there in two layouts
+        if mark & 1:
+            w, s = begin_document(
+                weights, momentum, states, entered, initial, anchors, s, size, mark & 2, me,
+                KEEP, S,
+            )  # fmt: skip
+    end = ((pieces * rows_and_heads if KEEP else 0) + z) * S.size
+    store_tiles(weights + end, w, member, S)
+    if S.terms > 0:
+        store_tiles(momentum + end, s, member, S)
