@@ -103,6 +103,18 @@ def rounded(xs, S: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
+def left_w1(states, member, S: tl.constexpr):
+    """The first tile as it was left, rounded, for a product that takes it as it lies.
+
+    Compiled without wgmma the product has it in registers: from the state's own tile, which a loop
+    carries, Triton would carry another one for it, in float32 and of all warps alike.
+    """
+    tl.debug_barrier()
+    at, inside = place(0, member, S)
+    return tl.load(states + at, mask=inside, other=0.0)
+
+
+@triton.jit
 def load_features(phi, rows, height, S: tl.constexpr):
     """A tile of phi `[height, pitch]` for each block of features."""
     STEP: tl.constexpr = S.block_d
@@ -114,27 +126,56 @@ def load_features(phi, rows, height, S: tl.constexpr):
 
 
 @triton.jit
-def hidden_inputs(f, anchor, FIRST: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr):
-    """phi W^T, the blocks of W being `anchor` from FIRST on."""
+def hidden_inputs(
+    f, f_past, anchor, FIRST: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr
+):
+    """phi W^T of the piece's own pairs and of those before it, W being `anchor` from FIRST on.
+
+    Block by block for both, while it is at hand.
+    """
     BLOCKS: tl.constexpr = S.blocks
-    z = dot(f[0], tl.trans(anchor[FIRST]), DOT)
-    for b in tl.static_range(1, BLOCKS):
-        z += dot(f[b], tl.trans(anchor[FIRST + b]), DOT)
-    return z
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    F: tl.constexpr = S.block_share
+    z = tl.zeros((LENGTH, F), tl.float32)
+    z_past = tl.zeros((TAIL, F), tl.float32)
+    for b in tl.static_range(BLOCKS):
+        w = tl.trans(anchor[FIRST + b])
+        z += dot(f[b], w, DOT)
+        if S.tail > 0:
+            z_past += dot(f_past[b], w, DOT)
+    return z, z_past
 
 
 @triton.jit
-def through_layers(f, anchor, S: tl.constexpr, DOT: tl.constexpr):
-    """h; what takes the gradient at h to that of W2 phi and of W3 phi; this share of the output."""
-    BLOCKS: tl.constexpr = S.blocks
-    z = hidden_inputs(f, anchor, 1, S, DOT)
+def hidden_layer(z, value, S: tl.constexpr, DOT: tl.constexpr):
+    """h, and what takes the gradient at h to that of W2 phi and of W3 phi."""
     gate = gelu(z)
     x, to_z = gate, gelu_slope(z)
     if S.network == 2:
-        value = hidden_inputs(f, anchor, 1 + BLOCKS, S, DOT)
         x, to_z = gate * value, to_z * value
-    x = x.to(DOT)
-    return x, to_z, gate, dot(x, tl.trans(anchor[0]), DOT)
+    elif DOT != tl.float32:
+        # it lives through a meeting, and is at most 1.13: off by 2^-12, where u2 is by 2^-9
+        to_z = to_z.to(tl.float16)
+    return x.to(DOT), to_z, gate
+
+
+@triton.jit
+def both_layers(f, f_past, anchor, S: tl.constexpr, DOT: tl.constexpr):
+    """`hidden_layer` and this share of the output, of own pairs and of those before."""
+    z, z_past = hidden_inputs(f, f_past, anchor, 1, S, DOT)
+    value, value_past = z, z_past
+    if S.network == 2:
+        value, value_past = hidden_inputs(f, f_past, anchor, 1 + S.blocks, S, DOT)
+    own = hidden_layer(z, value, S, DOT)
+    past, w = own, tl.trans(anchor[0])
+    if S.tail > 0:
+        past = hidden_layer(z_past, value_past, S, DOT)
+    o = dot(own[0], w, DOT)
+    o_past = o
+    if S.tail > 0:
+        o_past = dot(past[0], w, DOT)
+    return own, past, o, o_past
 
 
 @triton.jit
@@ -156,13 +197,15 @@ def moved(
 
 @triton.jit
 def learn(
-    w, s, error, x, to_z, gate, f, anchor, share, push, u2, u3, rows, hs, height,
+    w, s, error, back, layer, f, share, push, u1, h, u2, u3, rows, vs, hs, height, member,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Weights and momentum with the gradients of some pairs; u2 and u3 are written out."""
+    """Weights and momentum with the gradients of some pairs; their factors are written out."""
     BLOCKS: tl.constexpr = S.blocks
+    x, to_z, gate = layer
+    if member == 0:
+        put(u1, error, rows, vs, height, S.d_v)
     new_w, new_s = moved(w, s, error, (x,), share, push, 0, 1, S, DOT)
-    back = dot(error, anchor[0], DOT)
     of_z = back * to_z
     put(u2, of_z, rows, hs, height, S.hidden)
     more_w, more_s = moved(w, s, of_z, f, share, push, 1, BLOCKS, S, DOT)
@@ -173,16 +216,6 @@ def learn(
         more_w, more_s = moved(w, s, of_value, f, share, push, 1 + BLOCKS, BLOCKS, S, DOT)
         new_w, new_s = new_w + more_w, new_s + more_s
     return new_w, new_s
-
-
-@triton.jit
-def whole(part, part_past, room, meeting, member, mine, past, vs, S: tl.constexpr):
-    """What all members' shares give: the sums of their parts."""
-    if S.team > 1:
-        part = sum_of_parts(room, meeting, mine, vs, S.pairs, 0, S)
-        if S.tail > 0:
-            part_past = sum_of_parts(room, meeting, past, vs, S.tail, 0, S)
-    return part, part_past
 
 
 @triton.jit
@@ -197,9 +230,9 @@ def leave(part, part_past, room, arrived, meeting, member, mine, past, vs, S: tl
 
 @triton.jit
 def write_piece(
-    w, s, f, k, v, phi, phi_next, anchor, gain, residual, u1, h, u2, u3,
-    share, push, share_past, push_past, kept, carried, push_kept, room, arrived, meeting, member,
-    still, S: tl.constexpr, DOT: tl.constexpr,
+    w, s, f, k, v, phi, phi_next, anchor, w1, gain, residual, u1, h, u2, u3,
+    share, push, kept, carried, push_kept, at, room, arrived, meeting, member, still,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Weights and momentum after a piece, and the features of the next one's keys."""
     LENGTH: tl.constexpr = S.block_length
@@ -208,40 +241,38 @@ def write_piece(
     F: tl.constexpr = S.block_share
     mine, past = S.tail + still + tl.arange(0, LENGTH), still + tl.arange(0, TAIL)
     vs, hs = tl.arange(0, V), member * S.share + tl.arange(0, F)
-    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
-    x, to_z, gate, o = through_layers(f, anchor, S, DOT)
-    f_past, x_past, z_past, gate_past, o_past = f, x, to_z, gate, o
+    f_past = f
     if S.tail > 0:
         f_past = load_features(phi, past, S.tail, S)
-        x_past, z_past, gate_past, o_past = through_layers(f_past, anchor, S, DOT)
+    own, before, o, o_past = both_layers(f, f_past, anchor, S, DOT)
     leave(o, o_past, room, arrived, meeting, member, mine, past, vs, S)
-    put(h, x, mine, hs, S.pairs, S.hidden)
+    put(h, own[0], mine, hs, S.pairs, S.hidden)
     rest = rest_of_error(k, v, residual, mine, vs, S.pairs, S, DOT)
-    rest_past = rest
-    if S.tail > 0:
-        put(h, x_past, past, hs, S.tail, S.hidden)
-        rest_past = rest_of_error(k, v, residual, past, vs, S.tail, S, DOT)
+    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
+    now, push_now, now_past, push_past = last_shares(share, push, at, mine, past, S)
+    keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
     if S.team > 1:
         wait(arrived, meeting, S)
-    o, o_past = whole(o, o_past, room, meeting, member, mine, past, vs, S)
-    following = load_features(phi_next, mine, S.pairs, S)
+        o = sum_of_parts(room, meeting, mine, vs, S.pairs, 0, S)
     e, _, _, _ = gradient_at_branch(o, rest, weight, mine, vs, S.pairs, S)
-    if member == 0:
-        put(u1, e, mine, vs, S.pairs, S.d_v)
+    back = dot(e, w1, DOT)
+    following = load_features(phi_next, mine, S.pairs, S)
     if S.terms > 0:
-        w, s = mixed(w, kept, s, carried, S), scaled(s, push_kept, S)
+        w, s = mixed(w, keep, s, carry, S), scaled(s, push_keep, S)
     else:
-        w = scaled(w, kept, S)
+        w = scaled(w, keep, S)
     w, s = learn(
-        w, s, e, x, to_z, gate, f, anchor, share, push, u2, u3, mine, hs, S.pairs, S, DOT
+        w, s, e, back, own, f, now, push_now, u1, h, u2, u3, mine, vs, hs, S.pairs, member, S, DOT
     )
     if S.tail > 0:
-        e, _, _, _ = gradient_at_branch(o_past, rest_past, weight, past, vs, S.tail, S)
-        if member == 0:
-            put(u1, e, past, vs, S.tail, S.d_v)
+        put(h, before[0], past, hs, S.tail, S.hidden)
+        rest = rest_of_error(k, v, residual, past, vs, S.tail, S, DOT)
+        if S.team > 1:
+            o_past = sum_of_parts(room, meeting, past, vs, S.tail, 0, S)
+        e, _, _, _ = gradient_at_branch(o_past, rest, weight, past, vs, S.tail, S)
         w, s = learn(
-            w, s, e, x_past, z_past, gate_past, f_past, anchor, share_past, push_past, u2, u3,
-            past, hs, S.tail, S, DOT,
+            w, s, e, dot(e, w1, DOT), before, f_past, now_past, push_past, u1, h, u2, u3,
+            past, vs, hs, S.tail, member, S, DOT,
         )  # fmt: skip
     return w, s, following
 
@@ -310,19 +341,19 @@ def resident_kernel(
         me = member + still
         pairs = at * S.pairs
         after = tl.minimum(n + 1, pieces - 1) * rows_and_heads + z
-        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
-        now, push_now, now_past, push_past = last_shares(share, push, at, mine, past, S)
-        keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
         anchor = rounded(w, S, DOT)
         if OWN:
             anchor = load_tiles(own_anchor + z * S.size, me, S)
+        w1 = anchor[0]
+        if not OWN and S.features != S.d_k:
+            w1 = left_w1(states + at * S.size, me, S)
         deep = pairs * S.hidden
         w, s, f = write_piece(
             w, s, f, k + pairs * S.d_k, v + pairs * S.d_v, phi + pairs * S.pitch,
-            phi + after * S.pairs * S.pitch, anchor, gain, residual, u1 + pairs * S.d_v,
-            h + deep, u2 + deep, u3 + deep, now, push_now, now_past, push_past,
-            keep, carry, push_keep, room, arrived, n + 1, me, still, S, DOT,
+            phi + after * S.pairs * S.pitch, anchor, w1, gain, residual, u1 + pairs * S.d_v,
+            h + deep, u2 + deep, u3 + deep, share, push, kept, carried, push_kept, at, room, arrived, n + 1, me, still, S, DOT,
         )  # fmt: skip
+        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
         size = (at + rows_and_heads) * S.size
         leave_state(
             weights, momentum, states, entered, anchors, w, s, size, mark & 2, me, KEEP, S
