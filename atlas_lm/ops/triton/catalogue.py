@@ -91,6 +91,7 @@ CASES = {
     "titans, by a team": Case(rule=RULES["titans"], hidden=256, team=4),
     "titans, window 16": Case(rule=replace(RULES["titans"], window=16), hidden=256),
     "omeganet": Case(rule=RULES["omeganet"], d_k=16, hidden=64),
+    "omeganet, by a team": Case(rule=RULES["omeganet"], d_k=16, hidden=64, team=2),
     "gated_mlp, degree 2, momentum": Case(
         rule=replace(RULES["atlas_pp"], optimizer="momentum"), d_k=16, hidden=64
     ),

@@ -1,8 +1,8 @@
 """Write pieces into deep memories whose state stays in registers from the first piece to the last.
 
-A program has all of a memory, or a member's share of its hidden layer (`team`). Its weights, and
-momentum, are tuples of tiles: w1 `[v f]`, then w2 `[f d]` and w3 in blocks of features. Rounded, the
-weights are the anchor of the next piece: what goes to memory is there for others to read.
+A program has all of a memory, or a member's share of its hidden layer (`team`). Its weights and its
+momentum are tuples of tiles: w1 `[v f]`, then w2 `[f d]` and w3 in blocks of features. Rounded, the
+weights are the anchor of the next piece; what goes to memory is for others to read.
 """
 
 import triton
@@ -126,9 +126,7 @@ def load_features(phi, rows, height, S: tl.constexpr):
 
 
 @triton.jit
-def hidden_inputs(
-    f, f_past, anchor, FIRST: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr
-):
+def hidden_inputs(f, f_past, anchor, FIRST: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr):
     """phi W^T of the piece's own pairs and of those before it, W being `anchor` from FIRST on.
 
     Block by block for both, while it is at hand.
@@ -154,7 +152,7 @@ def hidden_layer(z, value, S: tl.constexpr, DOT: tl.constexpr):
     x, to_z = gate, gelu_slope(z)
     if S.network == 2:
         x, to_z = gate * value, to_z * value
-    elif DOT != tl.float32:
+    elif tl.float32 != DOT:
         # it lives through a meeting, and is at most 1.13: off by 2^-12, where u2 is by 2^-9
         to_z = to_z.to(tl.float16)
     return x.to(DOT), to_z, gate
@@ -197,7 +195,7 @@ def moved(
 
 @triton.jit
 def learn(
-    w, s, error, back, layer, f, share, push, u1, h, u2, u3, rows, vs, hs, height, member,
+    w, s, error, w1, layer, f, share, push, u1, h, u2, u3, rows, vs, hs, height, member,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Weights and momentum with the gradients of some pairs; their factors are written out."""
@@ -206,6 +204,7 @@ def learn(
     if member == 0:
         put(u1, error, rows, vs, height, S.d_v)
     new_w, new_s = moved(w, s, error, (x,), share, push, 0, 1, S, DOT)
+    back = dot(error, w1, DOT)
     of_z = back * to_z
     put(u2, of_z, rows, hs, height, S.hidden)
     more_w, more_s = moved(w, s, of_z, f, share, push, 1, BLOCKS, S, DOT)
@@ -241,6 +240,9 @@ def write_piece(
     F: tl.constexpr = S.block_share
     mine, past = S.tail + still + tl.arange(0, LENGTH), still + tl.arange(0, TAIL)
     vs, hs = tl.arange(0, V), member * S.share + tl.arange(0, F)
+    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
+    now, push_now, now_past, push_past = last_shares(share, push, at, mine, past, S)
+    keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
     f_past = f
     if S.tail > 0:
         f_past = load_features(phi, past, S.tail, S)
@@ -248,21 +250,17 @@ def write_piece(
     leave(o, o_past, room, arrived, meeting, member, mine, past, vs, S)
     put(h, own[0], mine, hs, S.pairs, S.hidden)
     rest = rest_of_error(k, v, residual, mine, vs, S.pairs, S, DOT)
-    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
-    now, push_now, now_past, push_past = last_shares(share, push, at, mine, past, S)
-    keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
     if S.team > 1:
         wait(arrived, meeting, S)
         o = sum_of_parts(room, meeting, mine, vs, S.pairs, 0, S)
     e, _, _, _ = gradient_at_branch(o, rest, weight, mine, vs, S.pairs, S)
-    back = dot(e, w1, DOT)
     following = load_features(phi_next, mine, S.pairs, S)
     if S.terms > 0:
         w, s = mixed(w, keep, s, carry, S), scaled(s, push_keep, S)
     else:
         w = scaled(w, keep, S)
     w, s = learn(
-        w, s, e, back, own, f, now, push_now, u1, h, u2, u3, mine, vs, hs, S.pairs, member, S, DOT
+        w, s, e, w1, own, f, now, push_now, u1, h, u2, u3, mine, vs, hs, S.pairs, member, S, DOT
     )
     if S.tail > 0:
         put(h, before[0], past, hs, S.tail, S.hidden)
@@ -271,7 +269,7 @@ def write_piece(
             o_past = sum_of_parts(room, meeting, past, vs, S.tail, 0, S)
         e, _, _, _ = gradient_at_branch(o_past, rest, weight, past, vs, S.tail, S)
         w, s = learn(
-            w, s, e, dot(e, w1, DOT), before, f_past, now_past, push_past, u1, h, u2, u3,
+            w, s, e, w1, before, f_past, now_past, push_past, u1, h, u2, u3,
             past, vs, hs, S.tail, member, S, DOT,
         )  # fmt: skip
     return w, s, following
@@ -282,7 +280,7 @@ def leave_state(
     weights, momentum, states, entered, anchors, w, s, size, keep, member,
     KEEP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """The state before the next piece, rounded; under KEEP also as it is; as an anchor if `keep`."""
+    """The state before the next piece, rounded, and under KEEP as it is; if `keep`, as an anchor."""
     store_tiles(states + size, w, member, S)
     if KEEP:
         store_tiles(weights + size, w, member, S)
@@ -304,9 +302,7 @@ def begin_document(
     w = load_tiles(initial, member, S)
     if S.terms > 0:
         s = scaled(s, 0.0, S)
-    leave_state(
-        weights, momentum, states, entered, anchors, w, s, size, keep, member, KEEP, S
-    )
+    leave_state(weights, momentum, states, entered, anchors, w, s, size, keep, member, KEEP, S)
     return w, s
 
 
@@ -328,8 +324,7 @@ def resident_kernel(
     initial, anchors = initial + head * S.size, anchors + z * S.size
     gain, residual = gain + head * S.d_v, residual + head * S.d_v * S.d_k
     LENGTH: tl.constexpr = S.block_length
-    TAIL: tl.constexpr = S.block_tail
-    mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
+    mine = S.tail + tl.arange(0, LENGTH)
     w, s = load_tiles(weights + z * S.size, member, S), ()
     if S.terms > 0:
         s = load_tiles(momentum + z * S.size, member, S)
@@ -351,13 +346,12 @@ def resident_kernel(
         w, s, f = write_piece(
             w, s, f, k + pairs * S.d_k, v + pairs * S.d_v, phi + pairs * S.pitch,
             phi + after * S.pairs * S.pitch, anchor, w1, gain, residual, u1 + pairs * S.d_v,
-            h + deep, u2 + deep, u3 + deep, share, push, kept, carried, push_kept, at, room, arrived, n + 1, me, still, S, DOT,
+            h + deep, u2 + deep, u3 + deep, share, push, kept, carried, push_kept, at,
+            room, arrived, n + 1, me, still, S, DOT,
         )  # fmt: skip
         mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
         size = (at + rows_and_heads) * S.size
-        leave_state(
-            weights, momentum, states, entered, anchors, w, s, size, mark & 2, me, KEEP, S
-        )
+        leave_state(weights, momentum, states, entered, anchors, w, s, size, mark & 2, me, KEEP, S)
         # not a choice before the state is left: its tiles would be there in two layouts
         if mark & 1:
             w, s = begin_document(

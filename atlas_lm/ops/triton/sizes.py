@@ -74,14 +74,17 @@ def feature_block(d_k: int, features: int) -> int:
     return 64 if -features % 64 <= 16 else 32
 
 
-def fits_registers(outs: int, share: int, ins: int, network: int, terms: int) -> bool:
-    """Whether a share of a deep memory and of its momenta leaves half of the registers free."""
-    matrices = share * (outs + network * ins)
-    return network != LINEAR and share <= 64 and matrices * (1 + terms) <= 128 * THREADS
+def stays_in_registers(network: int, share: int, outs: int, ins: int, length: int, terms: int):
+    """Whether a share of a deep memory's state, and of its momentum, has room in the registers of a
+    program beside the features of a piece: all sizes in whole blocks."""
+    state = (1 + terms) * (registers(outs, share) + network * registers(share, ins))
+    narrow = max(share, outs, length) <= 64
+    return network != LINEAR and narrow and state + registers(length, ins) // 2 <= 144
 
 
-THREADS = 128
-"""Of a program, four warps."""
+def registers(rows: int, columns: int) -> int:
+    """That a float32 tile takes of each of 128 threads, which have 64 rows at least."""
+    return max(64, rows) * columns // 128
 
 
 def team_for(outs: int, least: int, memories: int, processors: int) -> int:
