@@ -249,10 +249,17 @@ def write_piece(
     own, before, o, o_past = both_layers(f, f_past, anchor, S, DOT)
     leave(o, o_past, room, arrived, meeting, member, mine, past, vs, S)
     put(h, own[0], mine, hs, S.pairs, S.hidden)
+    if S.tail > 0:
+        put(h, before[0], past, hs, S.tail, S.hidden)
     rest = rest_of_error(k, v, residual, mine, vs, S.pairs, S, DOT)
+    rest_past = rest
+    if S.tail > 0:
+        rest_past = rest_of_error(k, v, residual, past, vs, S.tail, S, DOT)
     if S.team > 1:
         wait(arrived, meeting, S)
         o = sum_of_parts(room, meeting, mine, vs, S.pairs, 0, S)
+        if S.tail > 0:
+            o_past = sum_of_parts(room, meeting, past, vs, S.tail, 0, S)
     e, _, _, _ = gradient_at_branch(o, rest, weight, mine, vs, S.pairs, S)
     following = load_features(phi_next, mine, S.pairs, S)
     if S.terms > 0:
@@ -263,11 +270,7 @@ def write_piece(
         w, s, e, w1, own, f, now, push_now, u1, h, u2, u3, mine, vs, hs, S.pairs, member, S, DOT
     )
     if S.tail > 0:
-        put(h, before[0], past, hs, S.tail, S.hidden)
-        rest = rest_of_error(k, v, residual, past, vs, S.tail, S, DOT)
-        if S.team > 1:
-            o_past = sum_of_parts(room, meeting, past, vs, S.tail, 0, S)
-        e, _, _, _ = gradient_at_branch(o_past, rest, weight, past, vs, S.tail, S)
+        e, _, _, _ = gradient_at_branch(o_past, rest_past, weight, past, vs, S.tail, S)
         w, s = learn(
             w, s, e, w1, before, f_past, now_past, push_past, u1, h, u2, u3,
             past, vs, hs, S.tail, member, S, DOT,
@@ -280,7 +283,7 @@ def leave_state(
     weights, momentum, states, entered, anchors, w, s, size, keep, member,
     KEEP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """The state before the next piece, rounded, and under KEEP as it is; if `keep`, as an anchor."""
+    """The state before the next piece, rounded, under KEEP also as it is; if `keep`, as anchor."""
     store_tiles(states + size, w, member, S)
     if KEEP:
         store_tiles(weights + size, w, member, S)
