@@ -22,7 +22,7 @@ from atlas_lm.ops.triton.reads import (
     constants,
     either,
 )
-from atlas_lm.ops.triton.resident import features_kernel, resident_kernel
+from atlas_lm.ops.triton.resident import prepare_kernel, resident_kernel
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
 
@@ -66,25 +66,30 @@ def written_segment(
     state = all_weights, momenta, states, entered, anchor if own else states, initial, anchors
     counts = k.shape[0], len(plan.marks) - part.start, plan.rows_and_heads, plan.sizes.heads
     resident = plan.sizes.resident
+    first = prepared(plan, k, v, t) if resident else (t.left, t.right, t.scale)
     launch(
         resident_kernel if resident else write_kernel, (plan.rows_and_heads * plan.sizes.team,),
-        k, v, *((phi_of(plan, k, t),) if resident else (t.left, t.right, t.scale)), *gates,
-        either(mixed.push_kept, mixed.kept), plan.marks[part.start :], *state, t.gain, t.residual,
-        *factors, *Meeting.of(plan), *counts, OWN=own, KEEP=keep, **constants(plan, k),
+        k, v, *first, *gates, either(mixed.push_kept, mixed.kept), plan.marks[part.start :], *state,
+        t.gain, *(() if resident else (t.residual,)), *factors, *Meeting.of(plan), *counts,
+        OWN=own, KEEP=keep, **constants(plan, k),
     )  # fmt: skip
     return Segment(all_weights, momenta, states, entered, factors)
 
 
-def phi_of(plan: Plan, k: Tensor, tables: Tables) -> Tensor:
-    """The features of a segment's keys, `[n z p pitch]`; the keys, where these are the features."""
-    s, (count, z) = plan.sizes, k.shape[:2]
-    if s.features == s.d_k:
-        return k
-    phi = k.new_empty(count, z, s.pairs, s.pitch)
-    sizes = constants(plan, k)["S"]
-    t = tables
-    launch(features_kernel, (z, count), k, phi, t.left, t.right, t.scale, z, s.heads, S=sizes)
-    return phi
+def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Features of a segment's keys, `[n z p pitch]`, and errors without the branch, `[n z p v]`;
+    where the kernel has them from keys and values, something to point at."""
+    s, t, phi, rest = plan.sizes, tables, k, k
+    if s.features != s.d_k:
+        phi = k.new_empty(*k.shape[:3], s.pitch)
+    if s.d_k != s.d_v:
+        rest = torch.empty(v.shape, device=v.device)
+    if phi is not k or rest is not k:
+        launch(
+            prepare_kernel, (k.shape[1], k.shape[0]), k, v, t.residual, phi, rest,
+            t.left, t.right, t.scale, k.shape[1], s.heads, **constants(plan, k),
+        )  # fmt: skip
+    return phi, rest
 
 
 def in_room(first: Tensor, shape: tuple[int, int, int]) -> Tensor:

@@ -35,7 +35,7 @@ from atlas_lm.ops.triton.muon_kernels import (
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
 from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
-from atlas_lm.ops.triton.resident import features_kernel, resident_kernel
+from atlas_lm.ops.triton.resident import prepare_kernel, resident_kernel
 from atlas_lm.ops.triton.sizes import Sizes
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -144,7 +144,7 @@ def additive_kernels(sizes: Sizes) -> tuple[Any, ...]:
     """What writes memories under gd and momentum, both ways."""
     if not sizes.resident:
         return write_kernel, write_backward_kernel
-    made = () if sizes.features == sizes.d_k else (features_kernel,)
+    made = () if sizes.d_k == sizes.features == sizes.d_v else (prepare_kernel,)
     return *made, resident_kernel, write_backward_kernel
 
 

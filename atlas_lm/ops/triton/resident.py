@@ -16,24 +16,44 @@ from atlas_lm.ops.triton.writing import last_kept, last_shares
 
 
 @triton.jit(do_not_specialize=["rows_and_heads", "heads"])
-def features_kernel(
-    k, phi, left, right, scale, rows_and_heads, heads, S: tl.constexpr,
+def prepare_kernel(
+    k, v, residual, phi, rest, left, right, scale, rows_and_heads, heads,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """phi of the keys of one piece, rounded: the writing takes each of them twice."""
+    """What does not wait for a memory, of all pieces at once: features of the keys, rounded, where
+    they are not the keys; and errors without the branch, where the residual is a product."""
     z = tl.program_id(0).to(tl.int64)
     pairs = (tl.program_id(1) * rows_and_heads + z) * S.pairs
-    scale += (z % heads) * S.features
+    head = z % heads
+    k, phi, scale = k + pairs * S.d_k, phi + pairs * S.pitch, scale + head * S.features
+    v, rest = v + pairs * S.d_v, rest + pairs * S.d_v
+    residual += head * S.d_v * S.d_k
     PITCH: tl.constexpr = S.pitch
     STEP: tl.constexpr = S.block_d
     PAIRS: tl.constexpr = S.pairs
-    for start in range(0, PAIRS, 16):
-        rows = start + tl.arange(0, 16)
-        for d in range(0, PITCH, STEP):
-            ds = d + tl.arange(0, STEP)
-            f = features(
-                k + pairs * S.d_k, rows, ds, S.pairs, left, right, scale, S.d_k, S.features
-            )
-            put(phi + pairs * S.pitch, f, rows, ds, S.pairs, S.pitch)
+    ROWS: tl.constexpr = S.block_length
+    V: tl.constexpr = S.block_v
+    vs = tl.arange(0, V)
+    for start in range(0, PAIRS, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        if S.features != S.d_k:
+            for d in range(0, PITCH, STEP):
+                ds = d + tl.arange(0, STEP)
+                f = features(k, rows, ds, S.pairs, left, right, scale, S.d_k, S.features)
+                put(phi, f, rows, ds, S.pairs, S.pitch)
+        if S.d_k != S.d_v:
+            e = rest_of_error(k, v, residual, rows, vs, S.pairs, S, DOT)
+            put(rest, e, rows, vs, S.pairs, S.d_v)
+
+
+@triton.jit
+def prepared_rest(k, v, rest, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """The error without the branch."""
+    if S.d_k != S.d_v:
+        e = tile(rest, rows, vs, height, S.d_v)
+    else:
+        e = rest_of_error(k, v, k, rows, vs, height, S, DOT)
+    return e
 
 
 @triton.jit
@@ -229,7 +249,7 @@ def leave(part, part_past, room, arrived, meeting, member, mine, past, vs, S: tl
 
 @triton.jit
 def write_piece(
-    w, s, f, k, v, phi, phi_next, anchor, w1, gain, residual, u1, h, u2, u3,
+    w, s, f, k, v, phi, phi_next, rest, anchor, w1, gain, u1, h, u2, u3,
     share, push, kept, carried, push_kept, at, room, arrived, meeting, member, still,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -251,16 +271,16 @@ def write_piece(
     put(h, own[0], mine, hs, S.pairs, S.hidden)
     if S.tail > 0:
         put(h, before[0], past, hs, S.tail, S.hidden)
-    rest = rest_of_error(k, v, residual, mine, vs, S.pairs, S, DOT)
-    rest_past = rest
+    rest_own = prepared_rest(k, v, rest, mine, vs, S.pairs, S, DOT)
+    rest_past = rest_own
     if S.tail > 0:
-        rest_past = rest_of_error(k, v, residual, past, vs, S.tail, S, DOT)
+        rest_past = prepared_rest(k, v, rest, past, vs, S.tail, S, DOT)
     if S.team > 1:
         wait(arrived, meeting, S)
         o = sum_of_parts(room, meeting, mine, vs, S.pairs, 0, S)
         if S.tail > 0:
             o_past = sum_of_parts(room, meeting, past, vs, S.tail, 0, S)
-    e, _, _, _ = gradient_at_branch(o, rest, weight, mine, vs, S.pairs, S)
+    e, _, _, _ = gradient_at_branch(o, rest_own, weight, mine, vs, S.pairs, S)
     following = load_features(phi_next, mine, S.pairs, S)
     if S.terms > 0:
         w, s = mixed(w, keep, s, carry, S), scaled(s, push_keep, S)
@@ -311,12 +331,12 @@ def begin_document(
 
 @triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads", "heads"])
 def resident_kernel(
-    k, v, phi, share, push, kept, carried, push_kept, marks,
-    weights, momentum, states, entered, own_anchor, initial, anchors, gain, residual,
+    k, v, phi, rest, share, push, kept, carried, push_kept, marks,
+    weights, momentum, states, entered, own_anchor, initial, anchors, gain,
     u1, h, u2, u3, room, arrived, pieces, marked, rows_and_heads, heads,
     OWN: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """As `write_kernel`, which has the state in memory. `phi`: features of the keys, or the keys.
+    """As `write_kernel`, which has the state in memory. `phi`, `rest`: see `prepare_kernel`.
 
     With an anchor of its own (OWN) there is one piece.
     """
@@ -325,7 +345,7 @@ def resident_kernel(
     room, arrived = room + z * 4 * S.team * S.pairs * S.d_v, arrived + z
     head = z % heads
     initial, anchors = initial + head * S.size, anchors + z * S.size
-    gain, residual = gain + head * S.d_v, residual + head * S.d_v * S.d_k
+    gain += head * S.d_v
     LENGTH: tl.constexpr = S.block_length
     mine = S.tail + tl.arange(0, LENGTH)
     w, s = load_tiles(weights + z * S.size, member, S), ()
@@ -348,8 +368,9 @@ def resident_kernel(
         deep = pairs * S.hidden
         w, s, f = write_piece(
             w, s, f, k + pairs * S.d_k, v + pairs * S.d_v, phi + pairs * S.pitch,
-            phi + after * S.pairs * S.pitch, anchor, w1, gain, residual, u1 + pairs * S.d_v,
-            h + deep, u2 + deep, u3 + deep, share, push, kept, carried, push_kept, at,
+            phi + after * S.pairs * S.pitch, rest + pairs * S.d_v, anchor, w1, gain,
+            u1 + pairs * S.d_v, h + deep, u2 + deep, u3 + deep,
+            share, push, kept, carried, push_kept, at,
             room, arrived, n + 1, me, still, S, DOT,
         )  # fmt: skip
         mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
