@@ -87,11 +87,16 @@ def load_tiles(base, member, S: tl.constexpr):
 
 
 @triton.jit
+def store_tile(base, value, n: tl.constexpr, member, S: tl.constexpr):
+    at, inside = place(n, member, S)
+    tl.store(base + at, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def store_tiles(base, tiles, member, S: tl.constexpr):
     TILES: tl.constexpr = 1 + S.network * S.blocks
     for n in tl.static_range(TILES):
-        at, inside = place(n, member, S)
-        tl.store(base + at, tiles[n].to(base.dtype.element_ty), mask=inside)
+        store_tile(base, tiles[n], n, member, S)
 
 
 @triton.jit
@@ -304,13 +309,15 @@ def leave_state(
     KEEP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """The state before the next piece, rounded, under KEEP also as it is; if `keep`, as anchor."""
-    store_tiles(states + size, w, member, S)
-    if KEEP:
-        store_tiles(weights + size, w, member, S)
-    if S.terms > 0:
-        store_tiles(entered + size, s, member, S)
+    TILES: tl.constexpr = 1 + S.network * S.blocks
+    for n in tl.static_range(TILES):
+        store_tile(states + size, w[n], n, member, S)
+        if S.terms > 0:
+            store_tile(entered + size, s[n], n, member, S)
         if KEEP:
-            store_tiles(momentum + size, s, member, S)
+            store_tile(weights + size, w[n], n, member, S)
+            if S.terms > 0:
+                store_tile(momentum + size, s[n], n, member, S)
     if keep:
         store_tiles(anchors, w, member, S)
 
