@@ -129,10 +129,10 @@ def rounded(xs, S: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def left_w1(states, member, S: tl.constexpr):
-    """The first tile as it was left, rounded, for a product that takes it as it lies.
+    """The first tile as it was left, rounded, for the product that takes it as it lies.
 
-    Compiled without wgmma the product has it in registers: from the state's own tile, which a loop
-    carries, Triton would carry another one for it, in float32 and of all warps alike.
+    Without wgmma that product has it in registers: of the tile that the loop carries, Triton would
+    carry a second one for it, in float32 and the same in every warp.
     """
     tl.debug_barrier()
     at, inside = place(0, member, S)
@@ -369,9 +369,7 @@ def resident_kernel(
         anchor = rounded(w, S, DOT)
         if OWN:
             anchor = load_tiles(own_anchor + z * S.size, me, S)
-        w1 = anchor[0]
-        if not OWN and S.features != S.d_k:
-            w1 = left_w1(states + at * S.size, me, S)
+        w1 = anchor[0] if OWN else left_w1(states + at * S.size, me, S)
         deep = pairs * S.hidden
         w, s, f = write_piece(
             w, s, f, k + pairs * S.d_k, v + pairs * S.d_v, phi + pairs * S.pitch,

@@ -74,7 +74,9 @@ def feature_block(d_k: int, features: int) -> int:
     return 64 if -features % 64 <= 16 else 32
 
 
-def stays_in_registers(network: int, share: int, outs: int, ins: int, length: int, terms: int):
+def stays_in_registers(
+    network: int, share: int, outs: int, ins: int, length: int, terms: int
+) -> bool:
     """Whether a share of a deep memory's state, and of its momentum, has room in the registers of a
     program beside the features of a piece: all sizes in whole blocks."""
     state = (1 + terms) * (registers(outs, share) + network * registers(share, ins))
