@@ -18,7 +18,9 @@ from atlas_lm.testing.kernels import check_kernels
 
 pytest.importorskip("triton")
 
+from atlas_lm.ops.networks import init_memory
 from atlas_lm.ops.triton import memorize, muon, reads
+from atlas_lm.ops.triton.layout import sizes_of
 from atlas_lm.ops.triton.sizes import team_for
 
 CLOSE, FAR = 2e-4, 2e-3
@@ -457,3 +459,43 @@ def test_deep_memories_by_a_team(name, team, monkeypatch):
 )
 def test_how_large_a_team_is(outs, least, memories, processors, team):
     assert team_for(outs, least, memories, processors) == team
+
+
+WIDE = {"d_k": 64, "d_v": 64, "hidden": 256}
+NARROW = {"d_k": 16, "d_v": 64, "hidden": 64}
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "team", "larger"),
+    [
+        (RULES["titans"], WIDE, 1, 4),
+        (RULES["titans"], WIDE, 8, 8),
+        (RULES["omeganet"], NARROW, 1, 2),
+        (RULES["titans"], WIDE | {"hidden": 96}, 1, 1),
+        (replace(RULES["titans"], network="gated_mlp"), WIDE | {"d_v": 128}, 2, 2),
+        (replace(RULES["atlas"], features="identity"), WIDE, 2, 2),
+    ],
+)
+def test_a_team_is_as_large_as_registers_ask(rule, shape, team, larger):
+    weights = init_memory(rule, 2, **shape, device="meta")
+    widths = shape["d_k"], shape["d_v"], rule.chunk
+    assert memorize.team_in_registers(rule, weights, widths, team) == larger
+
+
+@pytest.mark.parametrize(
+    ("name", "resident"),
+    [
+        ("mlp_momentum", True),
+        ("mlp_polynomial", True),
+        ("gated", True),
+        ("mlp_hidden_in_two_blocks", False),
+        ("linear_momentum", False),
+    ],
+)
+def test_small_memories_stay_in_registers(name, resident):
+    """So that both ways of writing are tested here."""
+    rule, shape = ADDITIVE[name]
+    widths = shape["d_k"], shape["d_v"]
+    weights = init_memory(rule, 1, *widths, shape.get("hidden"), device="meta")
+    terms = int(rule.optimizer == "momentum")
+    assert sizes_of(rule, weights, *widths, rule.chunk, terms).resident == resident

@@ -20,6 +20,7 @@ from atlas_lm.ops.triton.reads import (
     constants,
     either,
 )
+from atlas_lm.ops.triton.resident import prepare_kernel, resident_kernel
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
 from atlas_lm.ops.triton.writing import write_kernel
 
@@ -29,7 +30,6 @@ class Segment(NamedTuple):
 
     weights: Tensor
     """float32"""
-    momenta: Tensor
     states: Tensor
     """The weights, rounded."""
     entered: Tensor
@@ -45,7 +45,7 @@ def written_segment(
 ) -> Segment:
     """Write a segment. `carry`: weights, momentum, kept anchors, float32, changed in place.
 
-    Only where `keep` is set is the float32 state before every piece there afterwards.
+    Only where `keep` is set are the float32 weights before every piece there afterwards.
     """
     weights, momentum, anchors = carry
     k, v, t = k[part], v[part], tables
@@ -53,22 +53,40 @@ def written_segment(
     states = k.new_empty(shape)
     states[0] = weights
     all_weights = in_room(weights, shape) if keep else weights
-    momenta, entered = all_weights, states
+    entered = states
     if momentum is not None:
-        momenta, entered = in_room(momentum, shape) if keep else momentum, torch.empty_like(states)
+        entered = torch.empty_like(states)
         entered[0] = momentum
     factors = Factors.room(k.shape[0], plan, k)
     own = plan.own and part.start == 0
+    gates = mixed.share, either(mixed.push, mixed.kept), mixed.kept, either(mixed.steps, mixed.kept)
+    here = either(momentum, weights), states, entered, anchor if own else states
+    counts = k.shape[0], len(plan.marks) - part.start, plan.rows_and_heads, plan.sizes.heads
+    resident = plan.sizes.resident
+    first = prepared(plan, k, v, t) if resident else (t.left, t.right, t.scale)
     launch(
-        write_kernel, (plan.rows_and_heads * plan.sizes.team,),
-        k, v, mixed.share, either(mixed.push, mixed.kept), mixed.kept,
-        either(mixed.steps, mixed.kept), either(mixed.push_kept, mixed.kept),
-        plan.marks[part.start :], all_weights, momenta, states, entered,
-        anchor if own else states, initial, anchors, t.gain, t.residual, *factors,
-        t.left, t.right, t.scale, *Meeting.of(plan), k.shape[0], len(plan.marks) - part.start,
-        plan.rows_and_heads, plan.sizes.heads, OWN=own, KEEP=keep, **constants(plan, k),
+        resident_kernel if resident else write_kernel, (plan.rows_and_heads * plan.sizes.team,),
+        k, v, *first, *gates, either(mixed.push_kept, mixed.kept), plan.marks[part.start :],
+        all_weights, *here, initial, anchors, t.gain, *(() if resident else (t.residual,)),
+        *factors, *Meeting.of(plan), *counts, OWN=own, KEEP=keep, **constants(plan, k),
     )  # fmt: skip
-    return Segment(all_weights, momenta, states, entered, factors)
+    return Segment(all_weights, states, entered, factors)
+
+
+def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Features of a segment's keys, `[n z p pitch]`, and errors without the branch, `[n z p v]`;
+    where the kernel has them from keys and values, something to point at."""
+    s, t, phi, rest = plan.sizes, tables, k, k
+    if s.features != s.d_k:
+        phi = k.new_empty(*k.shape[:3], s.pitch)
+    if s.d_k != s.d_v:
+        rest = torch.empty(v.shape, device=v.device)
+    if phi is not k or rest is not k:
+        launch(
+            prepare_kernel, (k.shape[1], k.shape[0]), k, v, t.residual, phi, rest,
+            t.left, t.right, t.scale, k.shape[1], s.heads, **constants(plan, k),
+        )  # fmt: skip
+    return phi, rest
 
 
 def in_room(first: Tensor, shape: tuple[int, int, int]) -> Tensor:

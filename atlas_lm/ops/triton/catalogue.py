@@ -35,6 +35,7 @@ from atlas_lm.ops.triton.muon_kernels import (
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import read_backward_kernel
 from atlas_lm.ops.triton.reads import takes_wgmma
+from atlas_lm.ops.triton.resident import prepare_kernel, resident_kernel
 from atlas_lm.ops.triton.sizes import Sizes, by_blocks, in_narrow_tiles
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
@@ -90,6 +91,7 @@ CASES = {
     "titans, by a team": Case(rule=RULES["titans"], hidden=256, team=4),
     "titans, window 16": Case(rule=replace(RULES["titans"], window=16), hidden=256),
     "omeganet": Case(rule=RULES["omeganet"], d_k=16, hidden=64),
+    "omeganet, by a team": Case(rule=RULES["omeganet"], d_k=16, hidden=64, team=2),
     "gated_mlp, degree 2, momentum": Case(
         rule=replace(RULES["atlas_pp"], optimizer="momentum"), d_k=16, hidden=64
     ),
@@ -137,7 +139,7 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
     muon = hidden_kernel, branch_kernel, factors_kernel, advance_kernel
-    writes = muon if rule.optimizer == "muon" else (write_kernel,)
+    writes = muon if rule.optimizer == "muon" else additive_kernels(sizes)
     reads = read_kernel, read_backward_kernel
     every = (*writes, *reads, pull_kernel, error_kernel, settle_kernel)
     blocks = by_blocks(sizes, 128, 132)
@@ -147,6 +149,14 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
         for fn in every
         if sizes.network != 0 or fn not in DEEP
     ]
+
+
+def additive_kernels(sizes: Sizes) -> tuple[Any, ...]:
+    """What writes memories under gd and momentum."""
+    if not sizes.resident:
+        return (write_kernel,)
+    made = () if sizes.d_k == sizes.features == sizes.d_v else (prepare_kernel,)
+    return *made, resident_kernel
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:

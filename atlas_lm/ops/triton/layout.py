@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, block, feature_block
+from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, block, feature_block, stays_in_registers
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Weights
 
@@ -31,10 +31,12 @@ def sizes_of(
     muon = rule.optimizer == "muon"
     pulls = terms + 1
     pitch = width if width == d_k else -(-width // step) * step
+    blocks = -(-pitch // step)
     share = (hidden or d_v) // team
-    size = d_v * (hidden or pitch) + NETWORKS[str(rule.network)] * hidden * pitch
+    network = NETWORKS[str(rule.network)]
+    size = d_v * (hidden or pitch) + network * hidden * pitch
     return Sizes(
-        network=NETWORKS[str(rule.network)],
+        network=network,
         norm=bool(rule.norm),
         objective=OBJECTIVES[str(rule.objective)],
         heads=heads,
@@ -54,6 +56,7 @@ def sizes_of(
         block_v=block(d_v),
         block_f=min(64, block(hidden)),
         block_d=step,
+        blocks=blocks,
         block_share=min(64, block(share)) if hidden else block(share),
         block_terms=triton.next_power_of_2(max(1, terms)),
         block_pulls=triton.next_power_of_2(pulls),
@@ -61,6 +64,10 @@ def sizes_of(
         share=share,
         pairs=rule.window - 1 + length,
         size=size,
+        resident=not muon
+        and stays_in_registers(
+            network, block(share), block(d_v), blocks * step, block(length), terms
+        ),
     )
 
 

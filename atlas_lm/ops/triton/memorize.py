@@ -18,7 +18,7 @@ from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
 from atlas_lm.ops.triton.mixing import additive, stepping
 from atlas_lm.ops.triton.muon import MUON
 from atlas_lm.ops.triton.reads import Mixed, Plan, Run, Slow
-from atlas_lm.ops.triton.sizes import Sizes, team_for
+from atlas_lm.ops.triton.sizes import Sizes, block, team_for
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Values, Weights
 
@@ -74,7 +74,19 @@ def team_of(rule: Rule, weights: Weights, q: Tensor, d_v: int) -> int:
         return team_for(d_v, 16, memories, processors(q.device))
     if q.device.type != "cuda":
         return 1
-    return team_for(weights["w2"].shape[-2], 32, memories, processors(q.device))
+    team = team_for(weights["w2"].shape[-2], 32, memories, processors(q.device))
+    return team_in_registers(rule, weights, (q.shape[-1], d_v, rule.chunk), team)
+
+
+def team_in_registers(rule: Rule, weights: Weights, widths: tuple[int, int, int], team: int) -> int:
+    """The smallest team, no smaller than this one, whose members keep their state in registers,
+    though not all of them may find room on the GPU at once; this one, if there is none."""
+    hidden, terms = weights["w2"].shape[-2], int(rule.optimizer == "momentum")
+    for more in (team, 2, 4):
+        whole = more >= team and block(hidden // more) * more == hidden
+        if whole and sizes_of(rule, weights, *widths, terms, more).resident:
+            return more
+    return team
 
 
 def additive_of(inputs: Inputs) -> Mixed:

@@ -50,18 +50,34 @@ def added_parts(
 
 
 @triton.jit
-def error_at_branch(o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
-    """u1, the gradient at the branch of x + gain * LN(o); the error; LN(o); 1 / its scale."""
-    value = tile(v, rows, vs, height, S.d_v).to(tl.float32)
+def gradient_at_branch(o, rest, weight, rows, vs, height, S: tl.constexpr):
+    """u1, the gradient at the branch of x + gain * LN(o); the error; LN(o); 1 / its scale.
+
+    `rest`: what the error is besides the branch, x - v; on the dot product -v is all of it.
+    """
     unit, scale = normalise(o, vs, S.d_v)
-    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
-    if S.objective == 1:
-        e = -value
-    else:
-        branch = weight * unit if S.norm else o
-        e = as_residual(k, residual, rows, vs, height, S, DOT) + branch - value
+    e = rest
+    if S.objective == 0:
+        e += weight * unit if S.norm else o
     u1 = through_norm(weight * e, unit, scale, vs, S.d_v) if S.norm else e
     return tl.where((rows < height)[:, None], u1, 0.0), e, unit, scale
+
+
+@triton.jit
+def rest_of_error(k, v, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """The error without the branch: the residual less the value, or less the value alone."""
+    rest = -tile(v, rows, vs, height, S.d_v).to(tl.float32)
+    if S.objective == 0:
+        rest += as_residual(k, residual, rows, vs, height, S, DOT)
+    return rest
+
+
+@triton.jit
+def error_at_branch(o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """`gradient_at_branch` of keys and values."""
+    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
+    rest = rest_of_error(k, v, residual, rows, vs, height, S, DOT)
+    return gradient_at_branch(o, rest, weight, rows, vs, height, S)
 
 
 @triton.jit

@@ -43,6 +43,8 @@ class Sizes(NamedTuple):
     block_v: int
     block_f: int
     block_d: int
+    blocks: int
+    """Of features."""
     block_share: int
     """Of a share, what is computed at once."""
     block_terms: int
@@ -56,6 +58,8 @@ class Sizes(NamedTuple):
     without properties."""
     size: int
     """Fast weights of one row and head."""
+    resident: bool
+    """Whether a share of the state stays in registers while pieces are written."""
 
 
 def block(width: int) -> int:
@@ -68,6 +72,21 @@ def feature_block(d_k: int, features: int) -> int:
     if features == d_k:
         return block(d_k)
     return 64 if -features % 64 <= 16 else 32
+
+
+def stays_in_registers(
+    network: int, share: int, outs: int, ins: int, length: int, terms: int
+) -> bool:
+    """Whether a share of a deep memory's state, and of its momentum, has room in the registers of a
+    program beside the features of a piece: all sizes in whole blocks."""
+    state = (1 + terms) * (registers(outs, share) + network * registers(share, ins))
+    narrow = max(share, outs, length) <= 64
+    return network != LINEAR and narrow and state + registers(length, ins) // 2 <= 144
+
+
+def registers(rows: int, columns: int) -> int:
+    """That a float32 tile takes of each of 128 threads, which have 64 rows at least."""
+    return max(64, rows) * columns // 128
 
 
 def team_for(outs: int, least: int, memories: int, processors: int) -> int:

@@ -15,13 +15,35 @@ from atlas_lm.ops.triton.tiles import put
 
 
 @triton.jit
-def meet(arrived, meeting, S: tl.constexpr):
-    """Wait until the whole team has come to this meeting, the first being number 1."""
+def arrive(arrived):
+    """Tell the team that this program has come to the next meeting and left its parts."""
     tl.debug_barrier()
-    seen = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") + 1
+    tl.atomic_add(arrived, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def look(arrived):
+    """How many have come. A load, in which every thread acquires what those before have left; an
+    atomic add of nothing takes a barrier each time it looks."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [arrived.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait(arrived, meeting, S: tl.constexpr):
+    """Until the whole team has come to this meeting, the first being number 1."""
+    seen = look(arrived)
     while seen < meeting * S.team:
-        seen = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
+        seen = look(arrived)
     tl.debug_barrier()
+
+
+@triton.jit
+def meet(arrived, meeting, S: tl.constexpr):
+    arrive(arrived)
+    wait(arrived, meeting, S)
 
 
 @triton.jit
@@ -38,7 +60,7 @@ def sum_of_parts(room, meeting, rows, vs, height, WHICH: tl.constexpr, S: tl.con
     inside = (rows[:, None] < height) & (vs[None, :] < S.d_v)
     at = rows[:, None] * S.d_v + vs[None, :]
     total = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
-    for member in range(TEAM):
+    for member in tl.static_range(TEAM):
         base = (((meeting % 2) * S.team + member) * 2 + WHICH) * S.pairs * S.d_v
         total += tl.load(room + base + at, mask=inside, other=0.0, cache_modifier=".cg")
     return total

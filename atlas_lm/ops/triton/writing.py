@@ -41,7 +41,7 @@ def write_tile(
         if S.tail > 0:
             pushed += outer_sum(u_past, x_past, push_past, DOT)
         pushed = tl.where(fresh != 0, 0.0, pushed)
-        tl.store(momentum + then, pushed, mask=inside)
+        tl.store(momentum + at, pushed, mask=inside)
         tl.store(entered + at + ahead, pushed.to(entered.dtype.element_ty), mask=inside)
     new += outer_sum(u, x, share, DOT)
     if S.tail > 0:
@@ -177,9 +177,9 @@ def last_shares(share, push, at, mine, past, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads", "heads"])
 def write_kernel(
-    k, v, share, push, kept, carried, push_kept, marks,
+    k, v, left, right, scale, share, push, kept, carried, push_kept, marks,
     weights, momentum, states, entered, own_anchor, initial, anchors, gain, residual,
-    u1, h, u2, u3, left, right, scale, room, arrived, pieces, marked, rows_and_heads, heads,
+    u1, h, u2, u3, room, arrived, pieces, marked, rows_and_heads, heads,
     OWN: tl.constexpr, KEEP: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one row and head, from state n to state n + 1 of weights and momentum.
@@ -211,7 +211,8 @@ def write_kernel(
         mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
         # 0, which the compiler cannot know: else it makes every address before the loop and spills
         still = (mark >> 2) * 16
-        wide = size if KEEP else z * S.size + still
+        here = z * S.size + still
+        wide = size if KEEP else here
         anchor = own_anchor + z * S.size if OWN else states + size
         pairs = at * S.pairs
         keys, values, us = k + pairs * S.d_k, v + pairs * S.d_v, u1 + pairs * S.d_v
@@ -219,7 +220,7 @@ def write_kernel(
         keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
         if S.network == 0:
             write_linear(
-                weights + wide, momentum + wide, states + size, entered + size, initial + still,
+                weights + wide, momentum + here, states + size, entered + size, initial + still,
                 anchors + still, keys, values, anchor, us, now, push_now, now_past, push_past,
                 keep, carry, push_keep, mark & 1, mark & 2, ahead, on, mine, past,
                 left, right, scale, member, S, DOT,
@@ -227,7 +228,7 @@ def write_kernel(
         else:
             hidden = pairs * S.hidden
             write_deep(
-                weights + wide, momentum + wide, states + size, entered + size, initial + still,
+                weights + wide, momentum + here, states + size, entered + size, initial + still,
                 anchors + still, keys, values, anchor, gain, residual, us, h + hidden, u2 + hidden,
                 u3 + hidden, now, push_now, now_past, push_past, keep, carry, push_keep,
                 mark & 1, mark & 2, ahead, on, mine, past, left, right, scale,
