@@ -12,16 +12,7 @@ from atlas_lm.ops.triton import newton_schulz as fused
 if not fused.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-SHAPES = [(16, 16), (16, 24), (20, 16), (5, 40)]
-
-
-@pytest.fixture(params=[16, 64], ids=lambda block: f"block {block}", autouse=True)
-def _block(request, monkeypatch):
-    """Long sides in one block, and in several."""
-    monkeypatch.setattr(fused, "BLOCK", request.param)
-    fused._constants.cache_clear()
-    yield
-    fused._constants.cache_clear()
+SHAPES = [(16, 16), (16, 24), (20, 16), (5, 40), (70, 17)]
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
