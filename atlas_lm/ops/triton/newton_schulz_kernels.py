@@ -130,8 +130,7 @@ def _squares(xs, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr):
     """X X^T, rounded, and the matrix that a step multiplies X by, but for a; of a rounded X."""
     _, b, c = _abc(i, SCHEDULE)
     gram = _product(xs, xs, DOT)
-    rounded = gram.to(DOT)
-    return rounded, (b * gram + c * dot(rounded, rounded, DOT)).to(DOT)
+    return gram.to(DOT), (b * gram + dot(c * gram, gram, DOT)).to(DOT)
 
 
 @triton.jit
@@ -186,8 +185,8 @@ def _through(xs, grads, gram, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr):
     and its transpose, all of them rounded."""
     _, b, c = _abc(i, SCHEDULE)
     outer = _product(xs, grads, DOT)
-    rounded = outer.to(DOT)
-    half = b * outer + c * (dot(rounded, gram, DOT) + dot(gram, rounded, DOT))
+    rounded = (c * outer).to(DOT)
+    half = b * outer + dot(rounded, gram, DOT) + dot(gram, rounded, DOT)
     return (half + tl.trans(half)).to(DOT)
 
 
