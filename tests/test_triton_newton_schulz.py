@@ -127,7 +127,7 @@ def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
     fused.momentum_steps(made, size, 5, coefficients, out)
     grads = fused.StepGradients(grad_out, last, grad_weights)
     fused.momentum_steps_backward(
-        made, size, 5, coefficients, grads, grad_momentum, grad_last, grad_kept
+        made, size, 5, coefficients, out, grads, grad_momentum, grad_last, grad_kept
     )
     assert_close(out, expected)
     assert_close(grad_momentum[:, :-1], s.grad)
@@ -156,7 +156,8 @@ def test_matrices_of_one_size_in_one_launch():
         sums = torch.empty(2, len(inside), z, points)
         fused.momentum_steps(made, size, 5, "muon", out[..., at:])
         grads = fused.StepGradients(reads[..., at:], last, weights[:, at:])
-        fused.momentum_steps_backward(made, size, 5, "muon", grads, pulled[..., at:], *sums)
+        done = out[..., at:]
+        fused.momentum_steps_backward(made, size, 5, "muon", done, grads, pulled[..., at:], *sums)
         return [out, pulled, sums]
 
     together, alone = evaluate(slice(0, 3)), [evaluate(slice(n, n + 1)) for n in range(3)]

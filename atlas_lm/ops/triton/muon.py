@@ -239,8 +239,9 @@ class MuonBackward(Backward):
             for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):
                 grads = StepGradients(reads[n][group.start], last[n], g_weights[group.start])
                 out = pushed[group.start], of_steps[0, group], of_steps[1, group]
+                made = segment.steps_to[n][group.start]
                 momentum_steps_backward(
-                    momenta, s.size, self.plan.steps, self.plan.coefficients, grads, *out
+                    momenta, s.size, self.plan.steps, self.plan.coefficients, made, grads, *out
                 )
             self._through_carry(segment, n, d_state, pushes, of_carry)
             self._through_factors(segment, n, pushes, dk, dv, d_push, meeting)

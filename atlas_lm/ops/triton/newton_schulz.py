@@ -89,6 +89,7 @@ def momentum_steps_backward(
     size: int,
     steps: int,
     coefficients: str,
+    made: Tensor,
     grads: StepGradients,
     out_grad_momentum: Tensor,
     out_grad_last: Tensor,
@@ -97,7 +98,7 @@ def momentum_steps_backward(
     """Gradients of the momenta, `[z m+1 size]` like u (the last left as it is), of last and kept,
     by each of the matrices, `[matrices z m]`.
 
-    The gradient of a step is reads + last * weights.
+    `made` is what `momentum_steps` gave. The gradient of a step is reads + last * weights.
     """
     kept = momenta.kept
     if kept.numel():
@@ -107,7 +108,7 @@ def momentum_steps_backward(
         scratch = _scratch(programs, factors[0], constants)
         launch(
             kernels.momentum_backward, (programs,), momenta.entering, *factors, momenta.share,
-            kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
+            kept, made, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
             out_grad_kept, scratch, kept.shape[1], count,
             warps=warps, registers=registers, ROOM=_room(constants), **constants,
         )  # fmt: skip

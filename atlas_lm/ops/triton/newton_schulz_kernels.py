@@ -166,17 +166,22 @@ def _kept_iterate(scratch, i, BR: tl.constexpr, BLOCKS):
 
 
 @triton.jit
+def _keep(scratch, rounded, i, BR: tl.constexpr, BLOCKS):
+    for n in tl.static_range(len(BLOCKS)):
+        tl.store(_kept(scratch, i, BR, BLOCKS, n), rounded[n])
+
+
+@triton.jit
 def _iterate(scratch, xs, SCHEDULE: tl.constexpr, DOT: tl.constexpr, BR: tl.constexpr, BLOCKS):
-    """The last iterate; those before it, rounded, go to `scratch`: held, they would spill."""
+    """All iterates before the last, rounded, to `scratch`: held, they would spill."""
     # the matrix before this one may still be read there
     tl.debug_barrier()
-    for i in range(len(SCHEDULE)):
+    for i in range(len(SCHEDULE) - 1):
         rounded = _rounded(xs, DOT)
-        for n in tl.static_range(len(BLOCKS)):
-            tl.store(_kept(scratch, i, BR, BLOCKS, n), rounded[n])
+        _keep(scratch, rounded, i, BR, BLOCKS)
         xs = _step(xs, rounded, i, SCHEDULE, DOT)
+    _keep(scratch, _rounded(xs, DOT), len(SCHEDULE) - 1, BR, BLOCKS)
     tl.debug_barrier()
-    return xs
 
 
 @triton.jit
@@ -312,39 +317,40 @@ def momentum_forward(
 
 @triton.jit
 def _momentum_gradient(
-    entering, short, long, share, kept, grad_out, last, grad_weights, grad_momentum, grad_last,
+    entering, short, long, share, kept, made, grad_out, last, grad_weights, grad_momentum, grad_last,
     grad_kept, scratch, index, points, tall, SIZE: tl.constexpr, SCHEDULE: tl.constexpr,
     PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BR: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the momentum at stride point `index`, <grad_weights, NS(S)> and <dS, S>."""
+    """The gradient of the momentum at stride point `index`, <grad_weights, made> and <dS, S>."""
     memory = index // points
     s = _momentum(
         entering, short, long, share, kept, index, points, tall, SIZE,
         PAIRS, TAIL, ROWS, COLUMNS, BR, BLOCKS, DOT,
     )  # fmt: skip
     scale = _inverse_norm(s)
-    step = _iterate(scratch, _scaled(s, scale), SCHEDULE, DOT, BR, BLOCKS)
+    _iterate(scratch, _scaled(s, scale), SCHEDULE, DOT, BR, BLOCKS)
     of_weights = _load(grad_weights + memory * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
-    tl.store(grad_last + index, _inner(of_weights, _rounded(step, DOT)))
+    step = _load(made + index * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
+    tl.store(grad_last + index, _inner(of_weights, step))
     grads = _load(grad_out + index * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
     grads = _plus(grads, of_weights, tl.load(last + index))
     grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, BR, BLOCKS)
     _store(grad_momentum + (index + memory) * SIZE, grads, tall, ROWS, COLUMNS, BR, BLOCKS)
     entered = _load(entering + memory * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
-    tl.store(grad_kept + index, _inner(grads, _rounded(entered, DOT)))
+    tl.store(grad_kept + index, _inner(grads, entered))
 
 
 @triton.jit(do_not_specialize=["points", "count"])
 def momentum_backward(
-    entering, short_1, long_1, short_2, long_2, short_3, long_3, share, kept, grad_out, last,
-    grad_weights, grad_momentum, grad_last, grad_kept, scratch, points, count, SIZE: tl.constexpr,
-    PLACES: tl.constexpr, SCHEDULE: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
+    entering, short_1, long_1, short_2, long_2, short_3, long_3, share, kept, made, grad_out,
+    last, grad_weights, grad_momentum, grad_last, grad_kept, scratch, points, count,
+    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALLS: tl.constexpr, BR: tl.constexpr,
     BLOCKS: tl.constexpr, DOT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the momenta at `count` stride points, <grad_weights, NS(S)> and <dS, S> of each,
-    of the matrices at all PLACES (see `momentum_forward`).
+    of the matrices at all PLACES (see `momentum_forward`, whose results `made` are).
 
     The last is nearly 0, since steps do not depend on the length of a momentum: dS is not rounded.
     grad_momentum has room for one matrix more after the stride points of each memory.
@@ -355,7 +361,7 @@ def momentum_backward(
         short, long = _of(n, (short_1, short_2, short_3)), _of(n, (long_1, long_2, long_3))
         place, tall = _of(n, PLACES), _of(n, TALLS)
         _momentum_gradient(
-            entering + place, short, long, share, kept, grad_out + place, last,
+            entering + place, short, long, share, kept, made + place, grad_out + place, last,
             grad_weights + place, grad_momentum + place, grad_last + n * count,
             grad_kept + n * count, scratch, index, points, tall, SIZE, SCHEDULE, PAIRS, TAIL,
             ROWS, COLUMNS, BR, BLOCKS, DOT,
