@@ -23,8 +23,6 @@ from atlas_lm.ops.triton import newton_schulz_kernels as kernels
 from atlas_lm.ops.triton.launch import launch, processors
 from atlas_lm.shapes import Product
 
-Schedule = tuple[tuple[float, float, float], ...]
-
 REGISTERS = 2**16
 """Of a processor."""
 INTERPRETED = not isinstance(kernels.forward, triton.JITFunction)
@@ -160,10 +158,25 @@ def _rounded_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
 
 
+class Schedule(NamedTuple):
+    """The steps on iterates divided by all a so far: X <- X + (b A + c A A) X."""
+
+    steps: tuple[tuple[float, float], ...]
+    """b and c of each."""
+    gain: float
+    """The product of all a."""
+
+
 @cache
 def _schedule(steps: int, coefficients: str) -> Schedule:
-    table = plain.COEFFICIENTS[coefficients]
-    return tuple(table[min(i, len(table) - 1)] for i in range(steps))
+    table, gain, made = plain.COEFFICIENTS[coefficients], 1.0, []
+    for i in range(steps):
+        a, b, c = table[min(i, len(table) - 1)]
+        made.append((b * gain**2 / a, c * gain**4 / a))
+        gain *= a
+    if max(abs(c) for _, c in made) > torch.finfo(torch.float32).max:
+        raise ValueError(f"{steps} steps of Newton-Schulz are more than the kernels can count")
+    return Schedule(tuple(made), gain)
 
 
 def _padded(size: int) -> int:
@@ -182,7 +195,8 @@ def _constants(rows: int, columns: int, dtype: torch.dtype, schedule: Schedule):
     """What a kernel is compiled for, and its warps."""
     short, blocks = _padded(min(rows, columns)), _blocks(max(rows, columns))
     constants = {
-        "SCHEDULE": schedule,
+        "SCHEDULE": schedule.steps,
+        "GAIN": schedule.gain,
         "ROWS": min(rows, columns),
         "COLUMNS": max(rows, columns),
         "TALL": rows > columns,

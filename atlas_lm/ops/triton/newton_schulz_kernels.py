@@ -5,6 +5,10 @@ holds the transpose. The plain form only: in bfloat16 the form that iterates on 
 off by 0.3 to 15,000 for matrices of low rank, where this one is off by 0.03. For the same reason
 iterates stay in float32 between steps: rounded to bfloat16 there, the result for a matrix of rank 1
 is off by 1.1 of its length, of rank 16 by 0.25.
+
+A matrix is a tuple of BLOCKS side by side, each given by its first column and its width: it is only
+ever multiplied from the left or summed over its columns. Iterates are divided by all a so far, and a
+step is X <- X + (b A + c A A) X with the b and c of SCHEDULE; GAIN is the product of all a.
 """
 # Compile-time values are plain Python values to Triton, and `constexpr` to a type checker.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -16,21 +20,27 @@ from atlas_lm.ops.triton.tiles import dot, tile
 
 
 @triton.jit
-def _places(base, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BLOCK):
-    """Where the elements of a block are, and which there are."""
-    rows, columns = tl.arange(0, BR)[:, None], BLOCK[0] + tl.arange(0, BLOCK[1])[None, :]
+def _places(
+    base, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BEGIN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Where the elements of a block are, in a matrix as it is or transposed, and which there are."""
+    rows, columns = tl.arange(0, BR)[:, None], BEGIN + tl.arange(0, WIDTH)[None, :]
     inside = (rows < ROWS) & (columns < COLUMNS)
     return base + (rows * COLUMNS + columns), base + (columns * ROWS + rows), inside
 
 
 @triton.jit
-def _load_block(base, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BLOCK):
-    wide, transposed, inside = _places(base, ROWS, COLUMNS, BR, BLOCK)
+def _load_block(
+    base, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BEGIN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    wide, transposed, inside = _places(base, ROWS, COLUMNS, BR, BEGIN, WIDTH)
     if tall:
         x = tl.load(transposed, mask=inside, other=0.0)
     else:
         x = tl.load(wide, mask=inside, other=0.0)
-    return x
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -38,14 +48,14 @@ def _load(base, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexp
     """The matrix at `base` in float32."""
     xs = ()
     for n in tl.static_range(len(BLOCKS)):
-        xs += (_load_block(base, tall, ROWS, COLUMNS, BR, BLOCKS[n]).to(tl.float32),)
+        xs += (_load_block(base, tall, ROWS, COLUMNS, BR, BLOCKS[n][0], BLOCKS[n][1]),)
     return xs
 
 
 @triton.jit
 def _store(base, xs, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BLOCKS):
     for n in tl.static_range(len(BLOCKS)):
-        wide, transposed, inside = _places(base, ROWS, COLUMNS, BR, BLOCKS[n])
+        wide, transposed, inside = _places(base, ROWS, COLUMNS, BR, BLOCKS[n][0], BLOCKS[n][1])
         if tall:
             tl.store(transposed, xs[n].to(base.dtype.element_ty), mask=inside)
         else:
@@ -105,13 +115,50 @@ def _inner(xs, ys):
 
 
 @triton.jit
+def _halved(x):
+    """The left and the right half of a block."""
+    x = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    return tl.split(tl.permute(x, (0, 2, 1)))
+
+
+@triton.jit
+def _inner_block(
+    x, base, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr,
+    BEGIN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """<X, Y> with a block of the matrix at `base`, half of it at a time where there is no room for
+    both."""
+    if WIDTH > 128:
+        left, right = _halved(x)
+        HALF: tl.constexpr = WIDTH // 2
+        total = tl.sum(left * _load_block(base, tall, ROWS, COLUMNS, BR, BEGIN, HALF))
+        total += tl.sum(right * _load_block(base, tall, ROWS, COLUMNS, BR, BEGIN + HALF, HALF))
+    else:
+        total = tl.sum(x * _load_block(base, tall, ROWS, COLUMNS, BR, BEGIN, WIDTH))
+    return total
+
+
+@triton.jit
+def _inner_with(
+    xs, base, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BLOCKS
+):
+    """<X, Y> with the matrix at `base`."""
+    total = 0.0
+    for n in tl.static_range(len(BLOCKS)):
+        total += _inner_block(
+            xs[n], base, tall, ROWS, COLUMNS, BR, BLOCKS[n][0], BLOCKS[n][1]
+        )
+    return total
+
+
+@triton.jit
 def _inverse_norm(xs):
     return 1.0 / tl.sqrt(_inner(xs, xs) + 1e-12)
 
 
 @triton.jit
 def _coefficient(i, WHICH: tl.constexpr, SCHEDULE: tl.constexpr):
-    """a, b or c of step i, which only the running program knows."""
+    """b or c of step i, which only the running program knows."""
     value = tl.full((), SCHEDULE[0][WHICH], tl.float32)
     for j in tl.static_range(1, len(SCHEDULE)):
         value = tl.where(i == j, SCHEDULE[j][WHICH], value)
@@ -119,34 +166,29 @@ def _coefficient(i, WHICH: tl.constexpr, SCHEDULE: tl.constexpr):
 
 
 @triton.jit
-def _abc(i, SCHEDULE: tl.constexpr):
-    a = _coefficient(i, 0, SCHEDULE)
-    b = _coefficient(i, 1, SCHEDULE)
-    return a, b, _coefficient(i, 2, SCHEDULE)
-
-
-@triton.jit
 def _squares(xs, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr):
-    """X X^T, rounded, and the matrix that a step multiplies X by, but for a; of a rounded X."""
-    _, b, c = _abc(i, SCHEDULE)
+    """X X^T, rounded, and the matrix whose product with X a step adds to it; of a rounded X.
+
+    Sums begin with what is added to them: that takes fewer registers.
+    """
+    b, c = _coefficient(i, 0, SCHEDULE), _coefficient(i, 1, SCHEDULE)
     gram = _product(xs, xs, DOT)
     return gram.to(DOT), (b * gram + dot(c * gram, gram, DOT)).to(DOT)
 
 
 @triton.jit
 def _step(xs, rounded, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr):
-    a, _, _ = _abc(i, SCHEDULE)
     _, inner = _squares(rounded, i, SCHEDULE, DOT)
-    return _plus_product(_scaled(xs, a), inner, rounded, DOT)
+    return _plus_product(xs, inner, rounded, DOT)
 
 
 @triton.jit
-def _steps(xs, SCHEDULE: tl.constexpr, DOT: tl.constexpr):
+def _steps(xs, SCHEDULE: tl.constexpr, GAIN: tl.constexpr, DOT: tl.constexpr):
     """NS of the matrix."""
     xs = _scaled(xs, _inverse_norm(xs))
     for i in range(len(SCHEDULE)):
         xs = _step(xs, _rounded(xs, DOT), i, SCHEDULE, DOT)
-    return xs
+    return _scaled(xs, GAIN)
 
 
 @triton.jit
@@ -185,11 +227,10 @@ def _iterate(scratch, xs, SCHEDULE: tl.constexpr, DOT: tl.constexpr, BR: tl.cons
 
 
 @triton.jit
-def _through(xs, grads, gram, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr):
-    """What the gradient of iterate i, X, has of X: with Q = X dY^T and A = X X^T, b Q + c (Q A + A Q)
-    and its transpose, all of them rounded."""
-    _, b, c = _abc(i, SCHEDULE)
-    outer = _product(xs, grads, DOT)
+def _through(outer, gram, i, SCHEDULE: tl.constexpr, DOT: tl.constexpr):
+    """The matrix whose product with iterate i, X, is the gradient of X by way of its squares: with
+    Q = dY X^T and A = X X^T, b Q + c (Q A + A Q) and its transpose."""
+    b, c = _coefficient(i, 0, SCHEDULE), _coefficient(i, 1, SCHEDULE)
     rounded = (c * outer).to(DOT)
     half = b * outer + dot(rounded, gram, DOT) + dot(gram, rounded, DOT)
     return (half + tl.trans(half)).to(DOT)
@@ -206,11 +247,10 @@ def _iterate_backward(
     xs = _kept_iterate(scratch, len(SCHEDULE) - 1, BR, BLOCKS)
     for j in range(len(SCHEDULE)):
         i = len(SCHEDULE) - 1 - j
-        a, _, _ = _abc(i, SCHEDULE)
         rounded = _rounded(grads, DOT)
         gram, inner = _squares(xs, i, SCHEDULE, DOT)
-        grads = _plus_product(_scaled(grads, a), inner, rounded, DOT)
-        through = _through(xs, rounded, gram, i, SCHEDULE, DOT)
+        grads = _plus_product(grads, inner, rounded, DOT)
+        through = _through(_product(xs, rounded, DOT), gram, i, SCHEDULE, DOT)
         before = _kept_iterate(scratch, tl.maximum(i - 1, 0), BR, BLOCKS)
         grads = _plus_product(grads, through, xs, DOT)
         xs = before
@@ -255,20 +295,21 @@ def _momentum(
 
 @triton.jit
 def forward(
-    matrix, out, SCHEDULE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TALL: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    matrix, out, SCHEDULE: tl.constexpr, GAIN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TALL: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """NS of matrix `[n, ., .]`, one a program."""
     at = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    xs = _steps(_load(matrix + at, TALL, ROWS, COLUMNS, BR, BLOCKS), SCHEDULE, DOT)
+    xs = _steps(_load(matrix + at, TALL, ROWS, COLUMNS, BR, BLOCKS), SCHEDULE, GAIN, DOT)
     _store(out + at, xs, TALL, ROWS, COLUMNS, BR, BLOCKS)
 
 
 @triton.jit
 def backward(
-    matrix, grad_out, grad_matrix, scratch, count, SCHEDULE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TALL: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr,
-    DOT: tl.constexpr, ROOM: tl.constexpr,
+    matrix, grad_out, grad_matrix, scratch, count, SCHEDULE: tl.constexpr, GAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr, BR: tl.constexpr,
+    BLOCKS: tl.constexpr, DOT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `count` matrices, shared out among the programs."""
     scratch += tl.program_id(0).to(tl.int64) * ROOM
@@ -278,7 +319,7 @@ def backward(
         scale = _inverse_norm(s)
         _iterate(scratch, _scaled(s, scale), SCHEDULE, DOT, BR, BLOCKS)
         grads = _load(grad_out + at, TALL, ROWS, COLUMNS, BR, BLOCKS)
-        grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, BR, BLOCKS)
+        grads = _iterate_backward(scratch, grads, scale * GAIN, SCHEDULE, DOT, BR, BLOCKS)
         _store(grad_matrix + at, grads, TALL, ROWS, COLUMNS, BR, BLOCKS)
 
 
@@ -294,9 +335,9 @@ def _of(n, values):
 @triton.jit(do_not_specialize=["points"])
 def momentum_forward(
     entering, short_1, long_1, short_2, long_2, short_3, long_3, share, kept, out, points,
-    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, PAIRS: tl.constexpr,
-    TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALLS: tl.constexpr,
-    BR: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, GAIN: tl.constexpr,
+    PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TALLS: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """NS of the momentum of one matrix at one stride point a program; neighbours read the same
     pairs.
@@ -311,7 +352,7 @@ def momentum_forward(
         entering + place, short, long, share, kept, index, points, tall, SIZE,
         PAIRS, TAIL, ROWS, COLUMNS, BR, BLOCKS, DOT,
     )  # fmt: skip
-    xs = _steps(s, SCHEDULE, DOT)
+    xs = _steps(s, SCHEDULE, GAIN, DOT)
     _store(out + place + index.to(tl.int64) * SIZE, xs, tall, ROWS, COLUMNS, BR, BLOCKS)
 
 
@@ -319,7 +360,7 @@ def momentum_forward(
 def _momentum_gradient(
     entering, short, long, share, kept, made, grad_out, last, grad_weights, grad_momentum, grad_last,
     grad_kept, scratch, index, points, tall, SIZE: tl.constexpr, SCHEDULE: tl.constexpr,
-    PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GAIN: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BR: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the momentum at stride point `index`, <grad_weights, made> and <dS, S>."""
@@ -335,17 +376,17 @@ def _momentum_gradient(
     tl.store(grad_last + index, _inner(of_weights, step))
     grads = _load(grad_out + index * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
     grads = _plus(grads, of_weights, tl.load(last + index))
-    grads = _iterate_backward(scratch, grads, scale, SCHEDULE, DOT, BR, BLOCKS)
+    grads = _iterate_backward(scratch, grads, scale * GAIN, SCHEDULE, DOT, BR, BLOCKS)
     _store(grad_momentum + (index + memory) * SIZE, grads, tall, ROWS, COLUMNS, BR, BLOCKS)
-    entered = _load(entering + memory * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
-    tl.store(grad_kept + index, _inner(grads, entered))
+    entered = entering + memory * SIZE
+    tl.store(grad_kept + index, _inner_with(grads, entered, tall, ROWS, COLUMNS, BR, BLOCKS))
 
 
 @triton.jit(do_not_specialize=["points", "count"])
 def momentum_backward(
     entering, short_1, long_1, short_2, long_2, short_3, long_3, share, kept, made, grad_out,
     last, grad_weights, grad_momentum, grad_last, grad_kept, scratch, points, count,
-    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
+    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALLS: tl.constexpr, BR: tl.constexpr,
     BLOCKS: tl.constexpr, DOT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
@@ -363,6 +404,6 @@ def momentum_backward(
         _momentum_gradient(
             entering + place, short, long, share, kept, made + place, grad_out + place, last,
             grad_weights + place, grad_momentum + place, grad_last + n * count,
-            grad_kept + n * count, scratch, index, points, tall, SIZE, SCHEDULE, PAIRS, TAIL,
+            grad_kept + n * count, scratch, index, points, tall, SIZE, SCHEDULE, GAIN, PAIRS, TAIL,
             ROWS, COLUMNS, BR, BLOCKS, DOT,
         )  # fmt: skip
