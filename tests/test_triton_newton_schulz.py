@@ -102,6 +102,7 @@ def momenta(arrays, steps, coefficients):
         (16, 24, 5, "polar_express"),
         (20, 16, 64, "muon"),
         (7, 33, 79, "muon"),
+        (3, 250, 130, "muon"),
     ],
 )
 def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):

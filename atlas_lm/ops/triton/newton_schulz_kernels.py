@@ -258,18 +258,28 @@ def _iterate_backward(
 
 
 @triton.jit
+def _left(
+    short, START: tl.constexpr, AT_ONCE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    BR: tl.constexpr,
+):  # fmt: skip
+    """The short sides of some pairs, side by side."""
+    pairs, rows = START + tl.arange(0, AT_ONCE)[None, :], tl.arange(0, BR)[:, None]
+    inside = (rows < ROWS) & (pairs < PAIRS)
+    return tl.load(short + (pairs * ROWS + rows), mask=inside, other=0.0)
+
+
+@triton.jit
 def _written(
-    s, short, long, share, START: tl.constexpr, AT_ONCE: tl.constexpr, PAIRS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BLOCKS, DOT: tl.constexpr,
+    s, left, long, share, START: tl.constexpr, AT_ONCE: tl.constexpr, PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCKS, DOT: tl.constexpr,
 ):  # fmt: skip
     """With sum_i share_i short_i long_i^T over some pairs."""
     pairs, rights = START + tl.arange(0, AT_ONCE), ()
+    weight = tl.load(share + pairs, mask=pairs < PAIRS, other=0.0)
     for n in tl.static_range(len(BLOCKS)):
         columns = BLOCKS[n][0] + tl.arange(0, BLOCKS[n][1])
         rights += (tile(long, pairs, columns, PAIRS, COLUMNS),)
-    left = tile(short, pairs, tl.arange(0, BR), PAIRS, ROWS).to(tl.float32)
-    weight = tl.load(share + pairs, mask=pairs < PAIRS, other=0.0)
-    return _plus_product(s, tl.trans((left * weight[:, None]).to(DOT)), rights, DOT)
+    return _plus_product(s, left.to(tl.float32) * weight[None, :], rights, DOT)
 
 
 @triton.jit
@@ -280,16 +290,21 @@ def _momentum(
 ):  # fmt: skip
     """kept S + sum_i share_i u_i x_i^T at stride point `index`: 64 pairs at a time, then TAIL."""
     memory = (index // points).to(tl.int64)
-    s = _load(entering + memory * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
-    s = _scaled(s, tl.load(kept + index))
     share += index.to(tl.int64) * PAIRS
     short += memory * (PAIRS * ROWS)
     long += memory * (PAIRS * COLUMNS)
+    FIRST: tl.constexpr = 64 if PAIRS >= 64 else TAIL
+    left = _left(short, 0, FIRST, PAIRS, ROWS, BR)
+    s = _load(entering + memory * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
+    s = _scaled(s, tl.load(kept + index))
+    s = _written(s, left, long, share, 0, FIRST, PAIRS, COLUMNS, BLOCKS, DOT)
     FULL: tl.constexpr = PAIRS // 64 * 64
-    for start in tl.static_range(0, FULL, 64):
-        s = _written(s, short, long, share, start, 64, PAIRS, ROWS, COLUMNS, BR, BLOCKS, DOT)
-    if PAIRS > FULL:
-        s = _written(s, short, long, share, FULL, TAIL, PAIRS, ROWS, COLUMNS, BR, BLOCKS, DOT)
+    for start in tl.static_range(64, FULL, 64):
+        left = _left(short, start, 64, PAIRS, ROWS, BR)
+        s = _written(s, left, long, share, start, 64, PAIRS, COLUMNS, BLOCKS, DOT)
+    if FULL > 0 and PAIRS > FULL:
+        left = _left(short, FULL, TAIL, PAIRS, ROWS, BR)
+        s = _written(s, left, long, share, FULL, TAIL, PAIRS, COLUMNS, BLOCKS, DOT)
     return s
 
 
