@@ -372,6 +372,18 @@ def momentum_forward(
 
 
 @triton.jit
+def _step_gradient(
+    weights, made, reads, last, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr,
+    BLOCKS,
+):  # fmt: skip
+    """<weights, made>, and the gradient of a step: reads + last weights."""
+    of_weights = _load(weights, tall, ROWS, COLUMNS, BR, BLOCKS)
+    of_last = _inner(of_weights, _load(made, tall, ROWS, COLUMNS, BR, BLOCKS))
+    grads = _load(reads, tall, ROWS, COLUMNS, BR, BLOCKS)
+    return of_last, _plus(grads, of_weights, tl.load(last))
+
+
+@triton.jit
 def _momentum_gradient(
     entering, short, long, share, kept, made, grad_out, last, grad_weights, grad_momentum, grad_last,
     grad_kept, scratch, index, points, tall, SIZE: tl.constexpr, SCHEDULE: tl.constexpr,
@@ -386,11 +398,17 @@ def _momentum_gradient(
     )  # fmt: skip
     scale = _inverse_norm(s)
     _iterate(scratch, _scaled(s, scale), SCHEDULE, DOT, BR, BLOCKS)
-    of_weights = _load(grad_weights + memory * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
-    step = _load(made + index * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
-    tl.store(grad_last + index, _inner(of_weights, step))
-    grads = _load(grad_out + index * SIZE, tall, ROWS, COLUMNS, BR, BLOCKS)
-    grads = _plus(grads, of_weights, tl.load(last + index))
+    at, weights = index * SIZE, grad_weights + memory * SIZE
+    # what is bfloat16 takes twice the registers from one branch to the next: here it ends in each
+    if tall:
+        of_last, grads = _step_gradient(
+            weights, made + at, grad_out + at, last + index, True, ROWS, COLUMNS, BR, BLOCKS
+        )
+    else:
+        of_last, grads = _step_gradient(
+            weights, made + at, grad_out + at, last + index, False, ROWS, COLUMNS, BR, BLOCKS
+        )
+    tl.store(grad_last + index, of_last)
     grads = _iterate_backward(scratch, grads, scale * GAIN, SCHEDULE, DOT, BR, BLOCKS)
     _store(grad_momentum + (index + memory) * SIZE, grads, tall, ROWS, COLUMNS, BR, BLOCKS)
     entered = entering + memory * SIZE
