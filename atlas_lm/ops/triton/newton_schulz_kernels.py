@@ -7,8 +7,8 @@ iterates stay in float32 between steps: rounded to bfloat16 there, the result fo
 is off by 1.1 of its length, of rank 16 by 0.25.
 
 A matrix is a tuple of BLOCKS side by side, each given by its first column and its width: it is only
-ever multiplied from the left or summed over its columns. Iterates are divided by all a so far, and a
-step is X <- X + (b A + c A A) X with the b and c of SCHEDULE; GAIN is the product of all a.
+ever multiplied from the left or summed over its columns. Iterates are divided by all a so far, so
+that a step is X <- X + (b A + c A A) X with the b and c of SCHEDULE; GAIN is the product of all a.
 """
 # Compile-time values are plain Python values to Triton, and `constexpr` to a type checker.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -24,7 +24,7 @@ def _places(
     base, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BEGIN: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Where the elements of a block are, in a matrix as it is or transposed, and which there are."""
+    """Where the elements of a block are, in a matrix as it is and transposed; which there are."""
     rows, columns = tl.arange(0, BR)[:, None], BEGIN + tl.arange(0, WIDTH)[None, :]
     inside = (rows < ROWS) & (columns < COLUMNS)
     return base + (rows * COLUMNS + columns), base + (columns * ROWS + rows), inside
@@ -126,8 +126,7 @@ def _inner_block(
     x, base, tall, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr,
     BEGIN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """<X, Y> with a block of the matrix at `base`, half of it at a time where there is no room for
-    both."""
+    """<X, Y> with a block of the matrix at `base`; of a wide one half at a time has room."""
     if WIDTH > 128:
         left, right = _halved(x)
         HALF: tl.constexpr = WIDTH // 2
@@ -145,9 +144,7 @@ def _inner_with(
     """<X, Y> with the matrix at `base`."""
     total = 0.0
     for n in tl.static_range(len(BLOCKS)):
-        total += _inner_block(
-            xs[n], base, tall, ROWS, COLUMNS, BR, BLOCKS[n][0], BLOCKS[n][1]
-        )
+        total += _inner_block(xs[n], base, tall, ROWS, COLUMNS, BR, BLOCKS[n][0], BLOCKS[n][1])
     return total
 
 
@@ -385,10 +382,10 @@ def _step_gradient(
 
 @triton.jit
 def _momentum_gradient(
-    entering, short, long, share, kept, made, grad_out, last, grad_weights, grad_momentum, grad_last,
-    grad_kept, scratch, index, points, tall, SIZE: tl.constexpr, SCHEDULE: tl.constexpr,
-    GAIN: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BR: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    entering, short, long, share, kept, made, grad_out, last, grad_weights, grad_momentum,
+    grad_last, grad_kept, scratch, index, points, tall, SIZE: tl.constexpr,
+    SCHEDULE: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BLOCKS, DOT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the momentum at stride point `index`, <grad_weights, made> and <dS, S>."""
     memory = index // points
@@ -419,9 +416,10 @@ def _momentum_gradient(
 def momentum_backward(
     entering, short_1, long_1, short_2, long_2, short_3, long_3, share, kept, made, grad_out,
     last, grad_weights, grad_momentum, grad_last, grad_kept, scratch, points, count,
-    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALLS: tl.constexpr, BR: tl.constexpr,
-    BLOCKS: tl.constexpr, DOT: tl.constexpr, ROOM: tl.constexpr,
+    SIZE: tl.constexpr, PLACES: tl.constexpr, SCHEDULE: tl.constexpr, GAIN: tl.constexpr,
+    PAIRS: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TALLS: tl.constexpr, BR: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the momenta at `count` stride points, <grad_weights, NS(S)> and <dS, S> of each,
     of the matrices at all PLACES (see `momentum_forward`, whose results `made` are).
