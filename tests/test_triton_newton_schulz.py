@@ -43,7 +43,14 @@ def test_values_and_gradients_are_those_of_the_plain_form(m, n):
 
 @pytest.mark.parametrize(
     ("steps", "coefficients"),
-    [(5, "polar_express"), (7, "polar_express"), (1, "muon"), (3, "cubic")],
+    [
+        (5, "polar_express"),
+        (7, "polar_express"),
+        (1, "muon"),
+        (3, "cubic"),
+        (16, "polar_express"),
+        (17, "cubic"),
+    ],
 )
 def test_every_schedule(steps, coefficients):
     assert_same_as_plain(normal(2, 7, 16), steps, coefficients)
