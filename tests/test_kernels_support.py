@@ -41,6 +41,7 @@ UNKNOWN_RULES = {
     "online_deep": (replace(RULES["titans"], chunk=1), "chunk=1, but for the delta rule"),
     "online_polynomial": (Rule(chunk=1, features="polynomial"), "chunk=1, but for the delta rule"),
     "long_chunk": (replace(RULES["titans"], chunk=129), "chunk=129, window=1: at most 128"),
+    "many_iterations": (replace(RULES["atlas"], ns_steps=17), "ns_steps=17: at most 16"),
     "long_window": (Rule(window=130), "chunk=64, window=130: at most 128 and 129"),
 }
 WIDE = {"wide_keys": {"d_k": 129, "d_v": 4}, "wide_values": {"d_k": 4, "d_v": 129}}

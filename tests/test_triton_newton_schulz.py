@@ -12,16 +12,7 @@ from atlas_lm.ops.triton import newton_schulz as fused
 if not fused.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-SHAPES = [(16, 16), (16, 24), (20, 16), (5, 40)]
-
-
-@pytest.fixture(params=[16, 64], ids=lambda block: f"block {block}", autouse=True)
-def _block(request, monkeypatch):
-    """Long sides in one block, and in several."""
-    monkeypatch.setattr(fused, "BLOCK", request.param)
-    fused._constants.cache_clear()
-    yield
-    fused._constants.cache_clear()
+SHAPES = [(16, 16), (16, 24), (20, 16), (5, 40), (70, 17)]
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -52,7 +43,14 @@ def test_values_and_gradients_are_those_of_the_plain_form(m, n):
 
 @pytest.mark.parametrize(
     ("steps", "coefficients"),
-    [(5, "polar_express"), (7, "polar_express"), (1, "muon"), (3, "cubic")],
+    [
+        (5, "polar_express"),
+        (7, "polar_express"),
+        (1, "muon"),
+        (3, "cubic"),
+        (16, "polar_express"),
+        (17, "cubic"),
+    ],
 )
 def test_every_schedule(steps, coefficients):
     assert_same_as_plain(normal(2, 7, 16), steps, coefficients)
@@ -111,6 +109,7 @@ def momenta(arrays, steps, coefficients):
         (16, 24, 5, "polar_express"),
         (20, 16, 64, "muon"),
         (7, 33, 79, "muon"),
+        (3, 250, 130, "muon"),
     ],
 )
 def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
@@ -136,7 +135,7 @@ def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
     fused.momentum_steps(made, size, 5, coefficients, out)
     grads = fused.StepGradients(grad_out, last, grad_weights)
     fused.momentum_steps_backward(
-        made, size, 5, coefficients, grads, grad_momentum, grad_last, grad_kept
+        made, size, 5, coefficients, out, grads, grad_momentum, grad_last, grad_kept
     )
     assert_close(out, expected)
     assert_close(grad_momentum[:, :-1], s.grad)
@@ -165,7 +164,8 @@ def test_matrices_of_one_size_in_one_launch():
         sums = torch.empty(2, len(inside), z, points)
         fused.momentum_steps(made, size, 5, "muon", out[..., at:])
         grads = fused.StepGradients(reads[..., at:], last, weights[:, at:])
-        fused.momentum_steps_backward(made, size, 5, "muon", grads, pulled[..., at:], *sums)
+        done = out[..., at:]
+        fused.momentum_steps_backward(made, size, 5, "muon", done, grads, pulled[..., at:], *sums)
         return [out, pulled, sums]
 
     together, alone = evaluate(slice(0, 3)), [evaluate(slice(n, n + 1)) for n in range(3)]

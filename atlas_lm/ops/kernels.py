@@ -17,6 +17,8 @@ LONGEST, WIDEST = 128, 128
 """Slots of a chunk (and pairs before it), and width of keys and values: what fits a block."""
 MOST_STEPS = 64
 """Muon's steps in one chunk."""
+MOST_ITERATIONS = 16
+"""Steps of Newton-Schulz: its iterates are divided by all a so far, which float32 has to hold."""
 
 
 @cache
@@ -55,6 +57,8 @@ def why_not_rule(rule: Rule) -> str | None:
         return "chunk=1, but for the delta rule on identity features"
     if rule.chunk > LONGEST or rule.window - 1 > LONGEST:
         return f"chunk={rule.chunk}, window={rule.window}: at most {LONGEST} and {LONGEST + 1}"
+    if rule.ns_steps > MOST_ITERATIONS:
+        return f"ns_steps={rule.ns_steps}: at most {MOST_ITERATIONS}"
     return None
 
 

@@ -245,8 +245,9 @@ class MuonBackward(Backward):
             for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):
                 grads = StepGradients(reads[n][group.start], last[n], g_weights[group.start])
                 out = pushed[group.start], of_steps[n, 0, group], of_steps[n, 1, group]
+                made = segment.steps_to[n][group.start]
                 momentum_steps_backward(
-                    momenta, s.size, self.plan.steps, self.plan.coefficients, grads, *out
+                    momenta, s.size, self.plan.steps, self.plan.coefficients, made, grads, *out
                 )
 
         return step_back

@@ -17,27 +17,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from atlas_lm.ops import newton_schulz as plain
-from atlas_lm.ops.kernels import on_chip
+from atlas_lm.ops.kernels import MOST_ITERATIONS, on_chip
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.triton import newton_schulz_kernels as kernels
 from atlas_lm.ops.triton.launch import launch, processors
 from atlas_lm.shapes import Product
 
-Schedule = tuple[tuple[float, float, float], ...]
-
-BLOCK = 64
-"""Columns of a matrix that are multiplied at once."""
 REGISTERS = 2**16
 """Of a processor."""
 INTERPRETED = not isinstance(kernels.forward, triton.JITFunction)
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: str = "muon") -> Tensor:
-    """NS of `[... m n]`; matrices too large for one program go through batched products."""
+    """NS of `[... m n]`; matrices too large for one program, or with too many steps, go through
+    batched products."""
     rows, columns = matrix.shape[-2:]
     flat = matrix.reshape(-1, rows, columns)
     here = INTERPRETED or (matrix.is_cuda and state_dtype(matrix.dtype) != matrix.dtype)
-    if here and matrix.dtype != torch.float64 and steps > 0 and on_chip(rows, columns):
+    here = here and matrix.dtype != torch.float64 and 0 < steps <= MOST_ITERATIONS
+    if here and on_chip(rows, columns):
         made = _NewtonSchulz.apply(flat.contiguous(), _schedule(steps, coefficients))
     else:
         wide = flat.to(state_dtype(matrix.dtype))
@@ -91,6 +89,7 @@ def momentum_steps_backward(
     size: int,
     steps: int,
     coefficients: str,
+    made: Tensor,
     grads: StepGradients,
     out_grad_momentum: Tensor,
     out_grad_last: Tensor,
@@ -99,7 +98,7 @@ def momentum_steps_backward(
     """Gradients of the momenta, `[z m+1 size]` like u (the last left as it is), of last and kept,
     by each of the matrices, `[matrices z m]`.
 
-    The gradient of a step is reads + last * weights.
+    `made` is what `momentum_steps` gave. The gradient of a step is reads + last * weights.
     """
     kept = momenta.kept
     if kept.numel():
@@ -109,7 +108,7 @@ def momentum_steps_backward(
         scratch = _scratch(programs, factors[0], constants)
         launch(
             kernels.momentum_backward, (programs,), momenta.entering, *factors, momenta.share,
-            kept, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
+            kept, made, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
             out_grad_kept, scratch, kept.shape[1], count,
             warps=warps, registers=registers, ROOM=_room(constants), **constants,
         )  # fmt: skip
@@ -127,8 +126,9 @@ class _NewtonSchulz(torch.autograd.Function):
         if matrix.numel():
             with torch.cuda.device_of(matrix):
                 kernels.forward[(matrix.shape[0],)](
-                    matrix, out, **constants, num_warps=warps, num_stages=1
-                )
+                    matrix, out,
+                    **constants, num_warps=warps, maxnreg=_registers(constants), num_stages=1,
+                )  # fmt: skip
         return out
 
     @staticmethod
@@ -138,12 +138,13 @@ class _NewtonSchulz(torch.autograd.Function):
         grad_matrix = torch.empty_like(matrix)
         constants, warps = _constants(matrix.shape[1], matrix.shape[2], matrix.dtype, ctx.schedule)
         if matrix.numel():
-            room, registers = _room(constants), _registers(constants)
+            registers = _registers(constants)
             programs = _programs(matrix.shape[0], matrix.device, warps, registers)
             scratch = _scratch(programs, matrix, constants)
             with torch.cuda.device_of(matrix):
                 kernels.backward[(programs,)](
-                    matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0], ROOM=room,
+                    matrix, grad.contiguous(), grad_matrix, scratch, matrix.shape[0],
+                    ROOM=_room(constants),
                     **constants, num_warps=warps, maxnreg=registers, num_stages=1,
                 )  # fmt: skip
         return grad_matrix, None
@@ -159,36 +160,51 @@ def _rounded_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
 
 
+class Schedule(NamedTuple):
+    """The steps on iterates divided by all a so far: X <- X + (b A + c A A) X."""
+
+    steps: tuple[tuple[float, float], ...]
+    """b and c of each."""
+    gain: float
+    """The product of all a."""
+
+
 @cache
 def _schedule(steps: int, coefficients: str) -> Schedule:
-    table = plain.COEFFICIENTS[coefficients]
-    return tuple(table[min(i, len(table) - 1)] for i in range(steps))
+    table, gain, made = plain.COEFFICIENTS[coefficients], 1.0, []
+    for i in range(steps):
+        a, b, c = table[min(i, len(table) - 1)]
+        made.append((b * gain**2 / a, c * gain**4 / a))
+        gain *= a
+    return Schedule(tuple(made), gain)
 
 
-def _blocks(rows: int, columns: int) -> tuple[int, int, int]:
-    """Rows of the short side and columns of a block, padded; blocks that the long side takes."""
-    short, long = (max(16, triton.next_power_of_2(f(rows, columns))) for f in (min, max))
-    width = min(long, max(short, BLOCK))
-    return short, width, triton.cdiv(max(rows, columns), width)
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _blocks(columns: int) -> tuple[tuple[int, int], ...]:
+    """Where the blocks of the long side begin, and their width: one, or two where that is less."""
+    whole = _padded(columns)
+    half, rest = whole // 2, _padded(columns - whole // 2)
+    return ((0, whole),) if rest >= half else ((0, half), (half, rest))
 
 
 @cache
 def _constants(rows: int, columns: int, dtype: torch.dtype, schedule: Schedule):
-    """What a kernel is compiled for, and its warps: four share 64 rows of a product, and of more
-    half would do again what the others do."""
-    short, width, blocks = _blocks(rows, columns)
-    area = short * width * blocks
+    """What a kernel is compiled for, and its warps."""
+    short, blocks = _padded(min(rows, columns)), _blocks(max(rows, columns))
     constants = {
-        "SCHEDULE": schedule,
+        "SCHEDULE": schedule.steps,
+        "GAIN": schedule.gain,
         "ROWS": min(rows, columns),
         "COLUMNS": max(rows, columns),
         "TALL": rows > columns,
         "BR": short,
-        "BC": width,
-        "NB": blocks,
+        "BLOCKS": blocks,
         "DOT": tl.float32 if dtype == torch.float32 else tl.bfloat16,
     }
-    if area <= 32 * 64:
+    if short * sum(blocks[-1]) <= 32 * 64:
         return constants, 1
     return constants, 8 if short >= 128 else 4
 
@@ -227,9 +243,9 @@ def _momentum_constants(
 
 
 def _registers(constants: dict) -> int | None:
-    """The most a thread may have: one block of 64 rows needs little more than half of what there
-    is, so that four programs have room on a processor."""
-    return 128 if constants["BR"] == constants["BC"] == 64 and constants["NB"] == 1 else None
+    """The most a thread may have: with 64 rows, so many that four programs of four warps or two of
+    eight have room on a processor."""
+    return 128 if constants["BR"] == 64 and constants["BLOCKS"] == ((0, 64),) else None
 
 
 @cache
@@ -242,24 +258,19 @@ def _programs(count: int, device: torch.device, warps: int, registers: int | Non
 
 
 def _room(constants: dict) -> int:
-    """Elements of scratch that an iterate takes, with its squares where they are kept."""
-    blocks, rows, columns = (constants[n] for n in ("NB", "BR", "BC"))
-    return blocks * rows * columns + (2 * rows * rows if blocks > 1 else 0)
+    """Elements of scratch that the iterates of a matrix take."""
+    return len(constants["SCHEDULE"]) * constants["BR"] * sum(constants["BLOCKS"][-1])
 
 
 def _scratch(programs: int, like: Tensor, constants: dict) -> Tensor:
     dtype = torch.float32 if constants["DOT"] == tl.float32 else torch.bfloat16
-    size = programs, len(constants["SCHEDULE"]), _room(constants)
-    return torch.empty(size, dtype=dtype, device=like.device)
+    return torch.empty(programs, _room(constants), dtype=dtype, device=like.device)
 
 
 def _compilation(name: str, rows: int, columns: int) -> dict:
     """A compilation ahead of time, in bfloat16, of the kernel `name` for one size of matrix."""
     constants, warps = _constants(rows, columns, torch.bfloat16, _schedule(5, "muon"))
-    if name == "backward":
-        constants = constants | {"ROOM": _room(constants)}
-    registers = _registers(constants) if name == "backward" else None
-    return _listed(name, f"{rows}x{columns}", constants, warps, registers)
+    return _listed(name, f"{rows}x{columns}", constants, warps)
 
 
 def _momentum_compilation(name: str, *shapes: tuple[int, int], pairs: int) -> dict:
@@ -269,14 +280,14 @@ def _momentum_compilation(name: str, *shapes: tuple[int, int], pairs: int) -> di
     constants, warps = _momentum_constants(
         shapes, places, rows * columns * len(shapes), pairs, torch.bfloat16, _schedule(5, "muon")
     )
-    if name == "momentum_backward":
-        constants = constants | {"ROOM": _room(constants)}
     label = " and ".join(f"{rows}x{columns}" for rows, columns in shapes)
-    return _listed(name, f"{label} {pairs} pairs", constants, warps, _registers(constants))
+    return _listed(name, f"{label} {pairs} pairs", constants, warps)
 
 
-def _listed(name: str, label: str, constants: dict, warps: int, registers: int | None) -> dict:
-    fn = getattr(kernels, name)
+def _listed(name: str, label: str, constants: dict, warps: int) -> dict:
+    fn, registers = getattr(kernels, name), _registers(constants)
+    if "ROOM" in fn.arg_names:
+        constants = constants | {"ROOM": _room(constants)}
     wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
     types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(("points", "count"), "i32")
     types |= dict.fromkeys(wide, "*fp32")
