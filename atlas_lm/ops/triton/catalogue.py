@@ -33,9 +33,12 @@ from atlas_lm.ops.triton.muon_kernels import (
     factors_kernel,
 )
 from atlas_lm.ops.triton.reading import read_kernel
-from atlas_lm.ops.triton.reading_backward import read_backward_kernel
+from atlas_lm.ops.triton.reading_backward import (
+    read_first_backward_kernel,
+    read_second_backward_kernel,
+)
 from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
-from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.ops.triton.sizes import LINEAR, Sizes
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
 from atlas_lm.rules import RULES, Rule
@@ -105,10 +108,11 @@ CASES = {
 
 ADDITIVE = write_kernel, write_backward_kernel
 MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
+READS = read_kernel, read_first_backward_kernel
 WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
-ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi"}
+ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "u", "d_u", "dz", "dz3", "anchor", "phi"}
 """Tensors in the dtype of the inputs."""
 COUNTS = {"pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
 
@@ -136,7 +140,8 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
     writes = MUON if rule.optimizer == "muon" else ADDITIVE
-    return [memory_kernel(name, fn, sizes) for fn in (*writes, read_kernel, read_backward_kernel)]
+    reads = READS if sizes.network == LINEAR else (*READS, read_second_backward_kernel)
+    return [memory_kernel(name, fn, sizes) for fn in (*writes, *reads)]
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:

@@ -12,8 +12,11 @@ from torch import Tensor
 from atlas_lm.ops.triton.launch import launch
 from atlas_lm.ops.triton.layout import DOTS, monomials
 from atlas_lm.ops.triton.reading import read_kernel
-from atlas_lm.ops.triton.reading_backward import read_backward_kernel
-from atlas_lm.ops.triton.sizes import Sizes
+from atlas_lm.ops.triton.reading_backward import (
+    read_first_backward_kernel,
+    read_second_backward_kernel,
+)
+from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
@@ -239,17 +242,34 @@ class Backward:
             factors=Factors.room(k.shape[0], plan, k) if s.written else written.factors,
             dk=torch.empty(s.team, *k.shape, device=k.device),
         )
-        branch = self.branch[part] if s.norm else self.branch
+        share, steps = either(here.share, here.kept), either(here.steps, here.kept)
+        d_mixed = either(d_here.share, d_here.kept), d_here.kept, either(d_here.steps, d_here.kept)
+        f, d_f = written.factors, found.factors
+        dz, u, d_u = (dy, dy), (f.u1, f.u1), (d_f.u1, d_f.u1)
+        if s.network != LINEAR:
+            dz, u, d_u = self._hidden_room(q), (f.u2, f.u3), (d_f.u2, d_f.u3)
+            launch(
+                read_second_backward_kernel, (plan.rows_and_heads, k.shape[0]),
+                dy, q, k, share, here.kept, steps, written.states, written.terms, *f, t.gain,
+                t.coefficients, t.left, t.right, t.scale,
+                self.branch[part] if s.norm else self.branch, *dz, *d_mixed, found.states,
+                found.terms, d_f.u1, d_f.h, self.d_gain[part], plan.rows_and_heads, s.heads,
+                **constants(plan, k),
+            )  # fmt: skip
         launch(
-            read_backward_kernel, (plan.rows_and_heads, k.shape[0]),
-            dy, q, k, either(here.share, here.kept), here.kept, either(here.steps, here.kept),
-            written.states, written.terms, *written.factors, t.gain, t.residual, t.coefficients,
-            t.left, t.right, t.scale, branch, self.dq[part], found.dk,
-            either(d_here.share, d_here.kept), d_here.kept, either(d_here.steps, d_here.kept),
-            found.states, found.terms, *found.factors, self.d_gain[part], self.d_degrees[part],
-            plan.rows_and_heads, s.heads, **constants(plan, k),
+            read_first_backward_kernel, (plan.rows_and_heads, k.shape[0]),
+            dy, q, k, share, here.kept, steps, written.states, written.terms, *u, t.residual,
+            t.coefficients, t.left, t.right, t.scale, *dz, self.dq[part], found.dk, *d_mixed,
+            found.states, found.terms, *d_u, self.d_degrees[part], plan.rows_and_heads, s.heads,
+            **constants(plan, k),
         )  # fmt: skip
         return found
+
+    def _hidden_room(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """For the gradients at the hidden layer's inputs: of both matrices in a gated mlp."""
+        s = self.plan.sizes
+        dz = q.new_empty(*q.shape[:3], s.hidden)
+        return dz, torch.empty_like(dz) if s.network == GATED else dz
 
     def gradients(self, dy: Tensor, slow: Slow) -> tuple[Tensor | None, ...]:
         """Of q, k, v, mixing, slow weights, weights, momentum, own anchor, initial weights."""
