@@ -112,7 +112,8 @@ READS = read_kernel, read_first_backward_kernel
 WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
-ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "u", "d_u", "dz", "dz3", "anchor", "phi"}
+ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "u", "d_u", "dz", "dz3", "of_branch", "own", "back"}
+ROUNDED |= {"hidden", "anchor", "phi"}
 """Tensors in the dtype of the inputs."""
 COUNTS = {"pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
 

@@ -1,9 +1,10 @@
 """Gradients of reading a piece (`reading`): of queries, weights, factors, keys and mixing.
 
-Two kernels, one program a piece, row and head each: first back through the second layer of a deep
-memory, to the gradient dz at the inputs of its hidden layer, then through the first one (or a
-linear memory's only one, where dz is the gradient of what is read). One for both would have three
-sums over the hidden layer to carry at once, more than there are registers for.
+Two kernels, one program a piece, row and head each: in deep memories first through the second
+layer's matrices to what goes into and comes out of the hidden layer, dz and x; then everything that
+is a product with those. A linear memory takes only the second one, its dz being the gradient of
+what is read. One kernel for both has to carry three sums over the hidden layer at once, more than
+there are registers for.
 """
 
 import triton
@@ -19,7 +20,15 @@ from atlas_lm.ops.triton.reading import (
     share_tile,
     step_of,
 )
-from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, put, tile
+from atlas_lm.ops.triton.tiles import (
+    by_degree,
+    dot,
+    features,
+    features_backward,
+    put,
+    through_memory,
+    tile,
+)
 
 
 @triton.jit
@@ -56,11 +65,38 @@ def back_to_seen(do, share, u1, rows, vs, S: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
+def keep(room, value, rows, columns, WIDTH: tl.constexpr, S: tl.constexpr):
+    """A tile for the other kernel; on identity features it is also read again.
+
+    A product takes from shared memory what was loaded, and from registers what was computed: those
+    would be taken for all blocks of the hidden layer.
+    """
+    LENGTH: tl.constexpr = S.block_length
+    if S.features == S.d_k:
+        value = through_memory(room, value, rows, columns, LENGTH, WIDTH)
+    else:
+        put(room, value, rows, columns, LENGTH, WIDTH)
+    return value
+
+
+@triton.jit
+def keep_pairs(room, own, before, rows, S: tl.constexpr):
+    """Tiles `[length, pairs]` of the piece's own pairs and those before, side by side in `room`."""
+    L: tl.constexpr = S.block_length
+    T: tl.constexpr = S.block_tail
+    if S.written:
+        own = keep(room, own, rows, tl.arange(0, L), L + T, S)
+        if S.tail > 0:
+            before = keep(room, before, rows, L + tl.arange(0, T), L + T, S)
+    return own, before
+
+
+@triton.jit
 def through_matrix(do, x, w, d_w, weight, vs, hs, S: tl.constexpr, DOT: tl.constexpr):
     """Back through weight W x for a tile of W: writes dW; returns dx and the weight's gradient."""
     back = dot(do, w, DOT)
-    put(d_w, dot(tl.trans(weight[:, None] * do), x, DOT), vs, hs, S.d_v, S.hidden)
-    return weight[:, None] * back, tl.sum(x.to(tl.float32) * back, 1)
+    put(d_w, dot(tl.trans(do), weight[:, None] * x, DOT), vs, hs, S.d_v, S.hidden)
+    return weight[:, None] * back, tl.sum(x * back, 1)
 
 
 @triton.jit
@@ -70,6 +106,7 @@ def through_matrices(
 ):  # fmt: skip
     """Back through kept W x + sum_s steps_s M_s x of the second layer."""
     TERMS: tl.constexpr = S.terms
+    x = x.to(tl.float32)
     dx, grad = through_matrix(do, x, w, d_state, kept, vs, hs, S, DOT)
     d_kept += grad
     if TERMS > 0:
@@ -85,29 +122,16 @@ def through_matrices(
 
 
 @triton.jit
-def through_seen(
-    x, dx, seen, back, of_pairs, d_h, pairs, hs, height, S: tl.constexpr, DOT: tl.constexpr
-):
-    """Back through <h_t, h_i> for some pairs and a block of the hidden layer; and its values."""
-    put(d_h, dot(tl.trans(back), x, DOT), pairs, hs, height, S.hidden)
-    return dx + dot(back, of_pairs, DOT), seen + dot(x, tl.trans(of_pairs), DOT)
-
-
-@triton.jit
 def through_hidden(
-    do, q, state, terms, d_state, d_terms, kept, steps, h, u2, u3, d_h, dz, dz3, own, before,
+    do, q, state, terms, d_state, d_terms, kept, steps, h, u2, u3, hidden, dz, dz3, own, before,
     back_own, back_before, rows, vs, left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back to the hidden layer's inputs, block by block; returns what is summed over blocks:
-    <h_t, h_i>, and the gradients of kept and steps."""
+    """The hidden layer and back to its inputs, block by block; returns d_kept and d_steps."""
     F: tl.constexpr = S.block_f
     HIDDEN: tl.constexpr = S.hidden
-    TAIL: tl.constexpr = S.block_tail
     TERMS: tl.constexpr = S.block_terms
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
-    seen_own = tl.zeros((rows.shape[0], rows.shape[0]), tl.float32)
-    seen_before = tl.zeros((rows.shape[0], TAIL), tl.float32)
     d_kept = tl.zeros((rows.shape[0],), tl.float32)
     d_steps = tl.zeros((rows.shape[0], TERMS), tl.float32)
     for start in range(0, HIDDEN, F):
@@ -125,30 +149,100 @@ def through_hidden(
                 left, right, scale, S.hidden, S, DOT,
             )  # fmt: skip
             x, through = x * value, through * value
-        x = x.to(DOT)
         if S.features != S.d_k:
             w, m, h_own, h_before = second_tiles(state, terms, h, vs, hs, S)
+        if S.written:
+            put(hidden, x, rows, hs, S.length, S.hidden)
         dx, d_kept, d_steps = through_matrices(
-            do, x, w, m, terms, d_state, d_terms, kept, steps, d_kept, d_steps, rows, vs, hs,
-            S, DOT,
+            do, x.to(DOT), w, m, terms, d_state, d_terms, kept, steps, d_kept, d_steps,
+            rows, vs, hs, S, DOT,
         )  # fmt: skip
         if S.written:
-            dx, seen_own = through_seen(
-                x, dx, seen_own, back_own, h_own, d_h, S.tail + rows, hs, S.pairs, S, DOT
-            )
+            dx += dot(back_own, h_own, DOT)
             if S.tail > 0:
-                dx, seen_before = through_seen(
-                    x, dx, seen_before, back_before, h_before, d_h, tl.arange(0, TAIL), hs,
-                    S.tail, S, DOT,
-                )  # fmt: skip
+                dx += dot(back_before, h_before, DOT)
         put(dz, dx * through, rows, hs, S.length, S.hidden)
         if S.network == 2:
             put(dz3, dx * gate, rows, hs, S.length, S.hidden)
-    return seen_own, seen_before, d_kept, d_steps
+    return d_kept, d_steps
+
+
+@triton.jit(do_not_specialize=["rows_and_heads", "heads"])
+def read_second_backward_kernel(
+    dy, q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, coefficients,
+    left, right, scale, branch, of_branch, own, back, hidden, dz, dz3, d_kept, d_steps,
+    d_state, d_terms, d_gain, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the second layer's matrices, of kept and steps as far as these go, and for the
+    other kernel: of the branch; share * <phi(q), phi(k)> and the gradient of <h_t, h_i> (own,
+    back); the hidden layer `[length f]`; the gradient of W2 phi and, in a gated mlp, W3 phi.
+    """
+    z = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * rows_and_heads + z
+    head = z % heads
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    V: tl.constexpr = S.block_v
+    TERMS: tl.constexpr = S.block_terms
+    rows, vs = tl.arange(0, LENGTH), tl.arange(0, V)
+    slots, size, deep = at * S.length, at * S.size, at * S.pairs * S.hidden
+    share, room, inner = share + slots * S.pairs, at * LENGTH * (LENGTH + TAIL), slots * S.hidden
+    q, scale, steps = q + slots * S.d_k, scale + head * S.features, steps + slots * S.terms
+    weight = tl.load(kept + slots + rows, mask=rows < S.length, other=0.0)
+    do = tile(dy + slots * S.d_v, rows, vs, S.length, S.d_v).to(tl.float32)
+    do = through_output(
+        do, branch + slots * S.d_v, gain + head * S.d_v, d_gain + at * S.d_v, rows, vs, S
+    )
+    do = keep(of_branch + at * LENGTH * V, do, rows, vs, V, S)
+    back_own, back_before = back_to_seen(do, share, u1 + at * S.pairs * S.d_v, rows, vs, S, DOT)
+    back_own, back_before = keep_pairs(back + room, back_own, back_before, rows, S)
+    keys, weigh = k + at * S.pairs * S.d_k, coefficients + head * 3
+    own_tile, before_tile = pairs_seen(q, keys, share, weigh, rows, S, DOT)
+    own_tile, before_tile = keep_pairs(own + room, own_tile, before_tile, rows, S)
+    grad_kept, grad_steps = through_hidden(
+        do, q, state + size, terms + size * S.terms, d_state + size, d_terms + size * S.terms,
+        weight, steps, h + deep, u2 + deep, u3 + deep, hidden + inner, dz + inner, dz3 + inner,
+        own_tile, before_tile, back_own, back_before, rows, vs, left, right, scale, S, DOT,
+    )  # fmt: skip
+    tl.store(d_kept + slots + rows, grad_kept, mask=rows < S.length)
+    if S.terms > 0:
+        put(d_steps + slots * S.terms, grad_steps, rows, tl.arange(0, TERMS), S.length, S.terms)
 
 
 @triton.jit
-def through_second_pairs(
+def kept_pairs(room, rows, S: tl.constexpr):
+    """What `keep_pairs` has left."""
+    L: tl.constexpr = S.block_length
+    T: tl.constexpr = S.block_tail
+    own = tile(room, rows, tl.arange(0, L), L, L + T)
+    before = own
+    if S.tail > 0:
+        before = tile(room, rows, L + tl.arange(0, T), L, L + T)
+    return own, before
+
+
+@triton.jit
+def through_factors(
+    inner, u, d_u, own, before, d_own, d_before, rows, OUT: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Sums over a layer with a factor u of the pairs: <inner_t, u_i>, which goes on from d_own and
+    d_before; and du_i = sum_t own_ti inner_t, written out."""
+    TAIL: tl.constexpr = S.block_tail
+    for start in range(0, OUT, BLOCK):
+        outs = start + tl.arange(0, BLOCK)
+        x = tile(inner, rows, outs, S.length, OUT)
+        mine, past = of_pairs(u, outs, OUT, S)
+        d_own += dot(x, tl.trans(mine), DOT)
+        put(d_u, dot(tl.trans(own), x, DOT), S.tail + rows, outs, S.pairs, OUT)
+        if S.tail > 0:
+            d_before += dot(x, tl.trans(past), DOT)
+            put(d_u, dot(tl.trans(before), x, DOT), tl.arange(0, TAIL), outs, S.tail, OUT)
+    return d_own, d_before
+
+
+@triton.jit
+def through_share(
     do, seen, share, d_share, u1, d_u1, rows, pairs, height, vs,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -161,72 +255,29 @@ def through_second_pairs(
     put(d_u1, dot(tl.trans(weight * seen), do, DOT), pairs, vs, height, S.d_v)
 
 
-@triton.jit(do_not_specialize=["rows_and_heads", "heads"])
-def read_second_backward_kernel(
-    dy, q, k, share, kept, steps, state, terms, u1, h, u2, u3, gain, coefficients,
-    left, right, scale, branch, dz, dz3, d_share, d_kept, d_steps, d_state, d_terms, d_u1, d_h,
-    d_gain, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
+@triton.jit
+def through_second_pairs(
+    of_branch, back, hidden, share, d_share, u1, h, d_u1, d_h, rows,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From dy to dz `[length f]` (dz3: of a gated mlp's other matrix), and what comes by the way;
-    of share, kept and steps the part of the second layer."""
-    z = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * rows_and_heads + z
-    head = z % heads
+    """Back through what the pairs add to the second layer: u1, h, and share as far as that goes."""
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     V: tl.constexpr = S.block_v
-    TERMS: tl.constexpr = S.block_terms
-    rows, vs = tl.arange(0, LENGTH), tl.arange(0, V)
-    slots, size, deep = at * S.length, at * S.size, at * S.pairs * S.hidden
-    q, scale, steps = q + slots * S.d_k, scale + head * S.features, steps + slots * S.terms
-    share, d_share = share + slots * S.pairs, d_share + slots * S.pairs
-    u1, d_u1 = u1 + at * S.pairs * S.d_v, d_u1 + at * S.pairs * S.d_v
-    keep = tl.load(kept + slots + rows, mask=rows < S.length, other=0.0)
-    do = tile(dy + slots * S.d_v, rows, vs, S.length, S.d_v).to(tl.float32)
-    do = through_output(
-        do, branch + slots * S.d_v, gain + head * S.d_v, d_gain + at * S.d_v, rows, vs, S
+    vs, past = tl.arange(0, V), tl.arange(0, TAIL)
+    own, before = kept_pairs(back, rows, S)
+    seen_own = tl.zeros((LENGTH, LENGTH), tl.float32)
+    seen_before = tl.zeros((LENGTH, TAIL), tl.float32)
+    seen_own, seen_before = through_factors(
+        hidden, h, d_h, own, before, seen_own, seen_before, rows, S.hidden, S.block_f, S, DOT
     )
-    back_own, back_before = back_to_seen(do, share, u1, rows, vs, S, DOT)
-    own, before = pairs_seen(
-        q, k + at * S.pairs * S.d_k, share, coefficients + head * 3, rows, S, DOT
+    do = tile(of_branch, rows, vs, LENGTH, V)
+    through_share(
+        do, seen_own, share, d_share, u1, d_u1, rows, S.tail + rows, S.pairs, vs, S, DOT
     )
-    seen_own, seen_before, grad_kept, grad_steps = through_hidden(
-        do, q, state + size, terms + size * S.terms, d_state + size, d_terms + size * S.terms,
-        keep, steps, h + deep, u2 + deep, u3 + deep, d_h + deep, dz + slots * S.hidden,
-        dz3 + slots * S.hidden, own, before, back_own, back_before, rows, vs,
-        left, right, scale, S, DOT,
-    )  # fmt: skip
-    if S.written:
-        through_second_pairs(
-            do, seen_own, share, d_share, u1, d_u1, rows, S.tail + rows, S.pairs, vs, S, DOT
-        )
-        if S.tail > 0:
-            past = tl.arange(0, TAIL)
-            through_second_pairs(
-                do, seen_before, share, d_share, u1, d_u1, rows, past, S.tail, vs, S, DOT
-            )
-    tl.store(d_kept + slots + rows, grad_kept, mask=rows < S.length)
-    if S.terms > 0:
-        put(d_steps + slots * S.terms, grad_steps, rows, tl.arange(0, TERMS), S.length, S.terms)
-
-
-@triton.jit
-def through_factors(
-    dz, u, d_u, own, before, d_own, d_before, rows, OUT: tl.constexpr, BLOCK: tl.constexpr,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Back through what the pairs add to a first layer: writes du; returns d_own, d_before."""
-    TAIL: tl.constexpr = S.block_tail
-    for start in range(0, OUT, BLOCK):
-        outs = start + tl.arange(0, BLOCK)
-        grad = tile(dz, rows, outs, S.length, OUT)
-        mine, past = of_pairs(u, outs, OUT, S)
-        d_own += dot(grad, tl.trans(mine), DOT)
-        put(d_u, dot(tl.trans(own), grad, DOT), S.tail + rows, outs, S.pairs, OUT)
-        if S.tail > 0:
-            d_before += dot(grad, tl.trans(past), DOT)
-            put(d_u, dot(tl.trans(before), grad, DOT), tl.arange(0, TAIL), outs, S.tail, OUT)
-    return d_own, d_before
+    if S.tail > 0:
+        through_share(do, seen_before, share, d_share, u1, d_u1, rows, past, S.tail, vs, S, DOT)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -299,13 +350,16 @@ def through_alike(
 
 
 @triton.jit
-def through_pairs(
-    dz, dz3, q, k, share, d_share, u, u3, d_u, d_u3, dk, dq, rows, coefficients,
+def through_first_pairs(
+    dz, dz3, room, q, k, share, d_share, u, u3, d_u, d_u3, dk, dq, rows, coefficients,
     OUT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back through what the pairs add to the first layer; dq goes on from dq."""
+    """Back through what the pairs add to the first layer; dq goes on."""
     TAIL: tl.constexpr = S.block_tail
-    own, before = pairs_seen(q, k, share, coefficients, rows, S, DOT)
+    if S.network == 0:
+        own, before = pairs_seen(q, k, share, coefficients, rows, S, DOT)
+    else:
+        own, before = kept_pairs(room, rows, S)
     d_own = tl.zeros((rows.shape[0], rows.shape[0]), tl.float32)
     d_before = tl.zeros((rows.shape[0], TAIL), tl.float32)
     d_own, d_before = through_factors(
@@ -329,14 +383,19 @@ def through_pairs(
 
 @triton.jit
 def through_inputs(
-    dz, dz3, q, state, terms, d_state, d_terms, kept, steps, d_kept, d_steps, dq, rows,
-    left, right, scale, OUT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+    dz, dz3, q, state, terms, d_state, d_terms, kept, steps, rows, left, right, scale,
+    OUT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back through the matrices on phi(q); dq, d_kept and d_steps go on; <phi, dphi> by degree."""
+    """Back through the matrices on phi(q): dq, d_kept, d_steps, and <phi, dphi> by degree."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
+    K: tl.constexpr = S.block_k
+    TERMS: tl.constexpr = S.block_terms
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
+    dq = tl.zeros((rows.shape[0], K), tl.float32)
+    d_kept = tl.zeros((rows.shape[0],), tl.float32)
+    d_steps = tl.zeros((rows.shape[0], TERMS), tl.float32)
     degrees = tl.zeros((4,), tl.float32)
     for d in range(0, D, STEP):
         ds = d + tl.arange(0, STEP)
@@ -361,43 +420,42 @@ def through_inputs(
 
 @triton.jit
 def from_second_layer(dy, residual, d_kept, d_steps, rows, S: tl.constexpr, DOT: tl.constexpr):
-    """Gradients of queries, kept and steps as the first layer finds them: of a residual and of the
-    second layer, if there is one."""
+    """Gradients of queries (by the residual), kept and steps that do not come by the first one."""
     K: tl.constexpr = S.block_k
     V: tl.constexpr = S.block_v
     TERMS: tl.constexpr = S.block_terms
-    ks, vs, inside = tl.arange(0, K), tl.arange(0, V), rows < S.length
-    dq = tl.zeros((rows.shape[0], K), tl.float32)
-    kept = tl.zeros((rows.shape[0],), tl.float32)
+    ks, vs = tl.arange(0, K), tl.arange(0, V)
+    kept = tl.load(d_kept + rows, mask=rows < S.length, other=0.0)
     steps = tl.zeros((rows.shape[0], TERMS), tl.float32)
-    if S.network != 0:
-        do = tile(dy, rows, vs, S.length, S.d_v)
-        if S.d_k == S.d_v:
-            dq = do.to(tl.float32)
-        else:
-            dq = dot(do, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
-        kept = tl.load(d_kept + rows, mask=inside, other=0.0)
-        if S.terms > 0:
-            steps = tile(d_steps, rows, tl.arange(0, TERMS), S.length, S.terms)
+    if S.terms > 0:
+        steps = tile(d_steps, rows, tl.arange(0, TERMS), S.length, S.terms)
+    do = tile(dy, rows, vs, S.length, S.d_v)
+    if S.d_k == S.d_v:
+        dq = do.to(tl.float32)
+    else:
+        dq = dot(do, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
     return dq, kept, steps
 
 
 @triton.jit(do_not_specialize=["rows_and_heads", "heads"])
 def read_first_backward_kernel(
-    dy, q, k, share, kept, steps, state, terms, u, u3, residual, coefficients,
-    left, right, scale, dz, dz3,
-    dq, dk, d_share, d_kept, d_steps, d_state, d_terms, d_u, d_u3, d_degrees,
+    dy, q, k, share, kept, steps, state, terms, u1, h, u, u3, residual, coefficients,
+    left, right, scale, of_branch, own, back, hidden, dz, dz3,
+    dq, dk, d_share, d_kept, d_steps, d_state, d_terms, d_u1, d_h, d_u, d_u3, d_degrees,
     rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From dz to everything else. u: u2, or a linear memory's u1, whose dz is dy.
+    """What is left after `read_second_backward_kernel`; of a linear memory, everything.
 
-    d_degrees `[8]`: of the kernel's coefficients, then <phi, dphi>, each by degree.
+    u: u2, or a linear memory's u1, whose dz is dy. d_degrees `[8]`: of the kernel's coefficients,
+    then <phi, dphi>, each by degree.
     """
     z = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * rows_and_heads + z
     head = z % heads
     LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
     K: tl.constexpr = S.block_k
+    V: tl.constexpr = S.block_v
     TERMS: tl.constexpr = S.block_terms
     OUT: tl.constexpr = S.hidden if S.network != 0 else S.d_v
     BLOCK: tl.constexpr = S.block_f if S.network != 0 else S.block_v
@@ -406,22 +464,31 @@ def read_first_backward_kernel(
     q, dz, dz3 = q + slots * S.d_k, dz + slots * OUT, dz3 + slots * OUT
     steps, d_kept, d_steps = steps + slots * S.terms, d_kept + slots, d_steps + slots * S.terms
     keep = tl.load(kept + slots + rows, mask=rows < S.length, other=0.0)
-    grad_q, grad_kept, grad_steps = from_second_layer(
-        dy + slots * S.d_v, residual + head * S.d_v * S.d_k, d_kept, d_steps, rows, S, DOT
-    )
-    d_coefficients = tl.zeros((4,), tl.float32)
-    if S.written:
-        keys = at * S.pairs * S.d_k
-        grad_q, d_coefficients = through_pairs(
-            dz, dz3, q, k + keys, share + slots * S.pairs, d_share + slots * S.pairs, u + wide,
-            u3 + wide, d_u + wide, d_u3 + wide, dk + keys, grad_q, rows, coefficients + head * 3,
-            OUT, BLOCK, S, DOT,
+    share, d_share, room = (
+        share + slots * S.pairs, d_share + slots * S.pairs, at * LENGTH * (LENGTH + TAIL)
+    )  # fmt: skip
+    if S.written and S.network != 0:
+        through_second_pairs(
+            of_branch + at * LENGTH * V, back + room, hidden + slots * OUT, share, d_share,
+            u1 + at * S.pairs * S.d_v, h + wide, d_u1 + at * S.pairs * S.d_v, d_h + wide, rows,
+            S, DOT,
         )  # fmt: skip
     grad_q, grad_kept, grad_steps, degrees = through_inputs(
         dz, dz3, q, state + size, terms + size * S.terms, d_state + size, d_terms + size * S.terms,
-        keep, steps, grad_kept, grad_steps, grad_q, rows, left, right, scale + head * S.features,
-        OUT, BLOCK, S, DOT,
+        keep, steps, rows, left, right, scale + head * S.features, OUT, BLOCK, S, DOT,
     )  # fmt: skip
+    d_coefficients = tl.zeros((4,), tl.float32)
+    if S.written:
+        keys = at * S.pairs * S.d_k
+        grad_q, d_coefficients = through_first_pairs(
+            dz, dz3, own + room, q, k + keys, share, d_share, u + wide, u3 + wide, d_u + wide,
+            d_u3 + wide, dk + keys, grad_q, rows, coefficients + head * 3, OUT, BLOCK, S, DOT,
+        )  # fmt: skip
+    if S.network != 0:
+        of_q, of_kept, of_steps = from_second_layer(
+            dy + slots * S.d_v, residual + head * S.d_v * S.d_k, d_kept, d_steps, rows, S, DOT
+        )
+        grad_q, grad_kept, grad_steps = grad_q + of_q, grad_kept + of_kept, grad_steps + of_steps
     put(dq + slots * S.d_k, grad_q, rows, ks, S.length, S.d_k)
     tl.store(d_kept + rows, grad_kept, mask=rows < S.length)
     if S.terms > 0:

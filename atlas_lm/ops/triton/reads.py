@@ -244,32 +244,38 @@ class Backward:
         )
         share, steps = either(here.share, here.kept), either(here.steps, here.kept)
         d_mixed = either(d_here.share, d_here.kept), d_here.kept, either(d_here.steps, d_here.kept)
-        f, d_f = written.factors, found.factors
-        dz, u, d_u = (dy, dy), (f.u1, f.u1), (d_f.u1, d_f.u1)
+        rooms = (dy,) * 6
         if s.network != LINEAR:
-            dz, u, d_u = self._hidden_room(q), (f.u2, f.u3), (d_f.u2, d_f.u3)
+            rooms = self._rooms(q)
             launch(
                 read_second_backward_kernel, (plan.rows_and_heads, k.shape[0]),
-                dy, q, k, share, here.kept, steps, written.states, written.terms, *f, t.gain,
-                t.coefficients, t.left, t.right, t.scale,
-                self.branch[part] if s.norm else self.branch, *dz, *d_mixed, found.states,
-                found.terms, d_f.u1, d_f.h, self.d_gain[part], plan.rows_and_heads, s.heads,
-                **constants(plan, k),
+                dy, q, k, share, here.kept, steps, written.states, written.terms,
+                *written.factors, t.gain, t.coefficients, t.left, t.right, t.scale,
+                self.branch[part] if s.norm else self.branch, *rooms, *d_mixed[1:], found.states,
+                found.terms, self.d_gain[part], plan.rows_and_heads, s.heads, **constants(plan, k),
             )  # fmt: skip
         launch(
             read_first_backward_kernel, (plan.rows_and_heads, k.shape[0]),
-            dy, q, k, share, here.kept, steps, written.states, written.terms, *u, t.residual,
-            t.coefficients, t.left, t.right, t.scale, *dz, self.dq[part], found.dk, *d_mixed,
-            found.states, found.terms, *d_u, self.d_degrees[part], plan.rows_and_heads, s.heads,
-            **constants(plan, k),
+            dy, q, k, share, here.kept, steps, written.states, written.terms, *written.factors,
+            t.residual, t.coefficients, t.left, t.right, t.scale, *rooms, self.dq[part], found.dk,
+            *d_mixed, found.states, found.terms, *found.factors, self.d_degrees[part],
+            plan.rows_and_heads, s.heads, **constants(plan, k),
         )  # fmt: skip
         return found
 
-    def _hidden_room(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """For the gradients at the hidden layer's inputs: of both matrices in a gated mlp."""
-        s = self.plan.sizes
-        dz = q.new_empty(*q.shape[:3], s.hidden)
-        return dz, torch.empty_like(dz) if s.network == GATED else dz
+    def _rooms(self, q: Tensor) -> tuple[Tensor, ...]:
+        """What the second layer's gradients leave for the first layer's: the gradient at the
+        branch, two tiles of pairs, the hidden layer, and the gradients at its inputs."""
+        s, memories = self.plan.sizes, q.shape[:2]
+        do = q.new_empty(*memories, s.block_length, s.block_v)
+        dz, dz3 = (q.new_empty(*q.shape[:3], s.hidden) for _ in range(2))
+        if not s.written:
+            return do, do, do, dz, dz, dz3 if s.network == GATED else dz
+        own, back = (
+            q.new_empty(*memories, s.block_length, s.block_length + s.block_tail) for _ in range(2)
+        )
+        x = torch.empty_like(dz)
+        return do, own, back, x, dz, dz3 if s.network == GATED else dz
 
     def gradients(self, dy: Tensor, slow: Slow) -> tuple[Tensor | None, ...]:
         """Of q, k, v, mixing, slow weights, weights, momentum, own anchor, initial weights."""
