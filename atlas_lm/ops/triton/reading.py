@@ -42,10 +42,8 @@ def step_of(steps, s, rows, S: tl.constexpr):
 
 
 @triton.jit
-def first_term(
-    terms, w, outs, ins, OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
-    """A tile of the first term, loaded with the weights' (w, if there is none): one wait for both."""
+def first_term(terms, w, outs, ins, OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
+    """A tile of the first term (w if there is none), loaded with the weights': one wait."""
     m = w
     if S.terms > 0:
         m = tile(terms, outs, ins, OUT, WIDTH)
@@ -74,7 +72,7 @@ def mixed(
 
 @triton.jit
 def of_pairs(u, columns, WIDTH: tl.constexpr, S: tl.constexpr):
-    """A factor `[pairs WIDTH]` of the piece's own pairs and of those before: zeros if it has none."""
+    """A factor `[pairs WIDTH]` of the piece's own pairs and of those before; zeros under muon."""
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     mine = tl.zeros((LENGTH, columns.shape[0]), u.dtype.element_ty)
@@ -175,7 +173,7 @@ def deep_branch(
 
 @triton.jit
 def pairs_seen(q, k, share, coefficients, rows, S: tl.constexpr, DOT: tl.constexpr):
-    """share * <phi(q), phi(k)> of the piece's own pairs and of those before, as products take them."""
+    """share * <phi(q), phi(k)> of the piece's own pairs and of those before, rounded."""
     TAIL: tl.constexpr = S.block_tail
     mine, past = S.tail + rows, tl.arange(0, TAIL)
     own = tl.zeros((rows.shape[0], rows.shape[0]), DOT)

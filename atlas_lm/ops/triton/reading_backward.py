@@ -26,7 +26,6 @@ from atlas_lm.ops.triton.tiles import (
     features,
     features_backward,
     put,
-    through_memory,
     tile,
 )
 
@@ -38,10 +37,10 @@ def only(value, column, COUNT: tl.constexpr):
 
 
 @triton.jit
-def through_output(do, branch, gain, d_gain, rows, vs, S: tl.constexpr):
+def through_output(do, branch, gain, d_gain, vs, S: tl.constexpr):
     """From x + gain * LN(branch) back to the branch."""
     if S.norm:
-        unit, size = normalise(tile(branch, rows, vs, S.length, S.d_v), vs, S.d_v)
+        unit, size = normalise(branch, vs, S.d_v)
         tl.store(d_gain + vs, tl.sum(do * unit, 0), mask=vs < S.d_v)
         weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)
         do = through_norm(weight[None, :] * do, unit, size, vs, S.d_v)
@@ -50,7 +49,7 @@ def through_output(do, branch, gain, d_gain, rows, vs, S: tl.constexpr):
 
 @triton.jit
 def back_to_seen(do, share, u1, rows, vs, S: tl.constexpr, DOT: tl.constexpr):
-    """The gradient of <h_t, h_i>, for a piece's own pairs and those before, rounded for products."""
+    """The gradient of <h_t, h_i>, for a piece's own pairs and those before, rounded."""
     TAIL: tl.constexpr = S.block_tail
     own = tl.zeros((rows.shape[0], rows.shape[0]), DOT)
     before = tl.zeros((rows.shape[0], TAIL), DOT)
@@ -65,30 +64,50 @@ def back_to_seen(do, share, u1, rows, vs, S: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def keep(room, value, rows, columns, WIDTH: tl.constexpr, S: tl.constexpr):
-    """A tile for the other kernel; on identity features it is also read again.
-
-    A product takes from shared memory what was loaded, and from registers what was computed: those
-    would be taken for all blocks of the hidden layer.
-    """
-    LENGTH: tl.constexpr = S.block_length
-    if S.features == S.d_k:
-        value = through_memory(room, value, rows, columns, LENGTH, WIDTH)
-    else:
-        put(room, value, rows, columns, LENGTH, WIDTH)
-    return value
-
-
-@triton.jit
 def keep_pairs(room, own, before, rows, S: tl.constexpr):
     """Tiles `[length, pairs]` of the piece's own pairs and those before, side by side in `room`."""
     L: tl.constexpr = S.block_length
     T: tl.constexpr = S.block_tail
     if S.written:
-        own = keep(room, own, rows, tl.arange(0, L), L + T, S)
+        put(room, own, rows, tl.arange(0, L), L, L + T)
         if S.tail > 0:
-            before = keep(room, before, rows, L + tl.arange(0, T), L + T, S)
+            put(room, before, rows, L + tl.arange(0, T), L, L + T)
+
+
+@triton.jit
+def kept_pairs(room, rows, S: tl.constexpr):
+    """What `keep_pairs` has left."""
+    L: tl.constexpr = S.block_length
+    T: tl.constexpr = S.block_tail
+    own = tile(room, rows, tl.arange(0, L), L, L + T)
+    before = own
+    if S.tail > 0:
+        before = tile(room, rows, L + tl.arange(0, T), L, L + T)
     return own, before
+
+
+@triton.jit
+def kept_tiles(
+    do, own, before, back_own, back_before, of_branch, own_room, back_room, rows, vs,
+    S: tl.constexpr,
+):  # fmt: skip
+    """What all blocks of the hidden layer multiply with, kept for the other kernel.
+
+    On identity features it is read again: a product takes from shared memory what was loaded, and
+    from registers what was computed, which then are taken for the whole loop.
+    """
+    L: tl.constexpr = S.block_length
+    V: tl.constexpr = S.block_v
+    put(of_branch, do, rows, vs, L, V)
+    keep_pairs(own_room, own, before, rows, S)
+    keep_pairs(back_room, back_own, back_before, rows, S)
+    if S.features == S.d_k:
+        tl.debug_barrier()
+        do = tile(of_branch, rows, vs, L, V)
+        if S.written:
+            own, before = kept_pairs(own_room, rows, S)
+            back_own, back_before = kept_pairs(back_room, rows, S)
+    return do, own, before, back_own, back_before
 
 
 @triton.jit
@@ -190,15 +209,17 @@ def read_second_backward_kernel(
     q, scale, steps = q + slots * S.d_k, scale + head * S.features, steps + slots * S.terms
     weight = tl.load(kept + slots + rows, mask=rows < S.length, other=0.0)
     do = tile(dy + slots * S.d_v, rows, vs, S.length, S.d_v).to(tl.float32)
-    do = through_output(
-        do, branch + slots * S.d_v, gain + head * S.d_v, d_gain + at * S.d_v, rows, vs, S
-    )
-    do = keep(of_branch + at * LENGTH * V, do, rows, vs, V, S)
-    back_own, back_before = back_to_seen(do, share, u1 + at * S.pairs * S.d_v, rows, vs, S, DOT)
-    back_own, back_before = keep_pairs(back + room, back_own, back_before, rows, S)
+    out = do
+    if S.norm:
+        out = tile(branch + slots * S.d_v, rows, vs, S.length, S.d_v)
     keys, weigh = k + at * S.pairs * S.d_k, coefficients + head * 3
     own_tile, before_tile = pairs_seen(q, keys, share, weigh, rows, S, DOT)
-    own_tile, before_tile = keep_pairs(own + room, own_tile, before_tile, rows, S)
+    do = through_output(do, out, gain + head * S.d_v, d_gain + at * S.d_v, vs, S)
+    back_own, back_before = back_to_seen(do, share, u1 + at * S.pairs * S.d_v, rows, vs, S, DOT)
+    do, own_tile, before_tile, back_own, back_before = kept_tiles(
+        do, own_tile, before_tile, back_own, back_before, of_branch + at * LENGTH * V, own + room,
+        back + room, rows, vs, S,
+    )  # fmt: skip
     grad_kept, grad_steps = through_hidden(
         do, q, state + size, terms + size * S.terms, d_state + size, d_terms + size * S.terms,
         weight, steps, h + deep, u2 + deep, u3 + deep, hidden + inner, dz + inner, dz3 + inner,
@@ -207,18 +228,6 @@ def read_second_backward_kernel(
     tl.store(d_kept + slots + rows, grad_kept, mask=rows < S.length)
     if S.terms > 0:
         put(d_steps + slots * S.terms, grad_steps, rows, tl.arange(0, TERMS), S.length, S.terms)
-
-
-@triton.jit
-def kept_pairs(room, rows, S: tl.constexpr):
-    """What `keep_pairs` has left."""
-    L: tl.constexpr = S.block_length
-    T: tl.constexpr = S.block_tail
-    own = tile(room, rows, tl.arange(0, L), L, L + T)
-    before = own
-    if S.tail > 0:
-        before = tile(room, rows, L + tl.arange(0, T), L, L + T)
-    return own, before
 
 
 @triton.jit
@@ -272,9 +281,7 @@ def through_second_pairs(
         hidden, h, d_h, own, before, seen_own, seen_before, rows, S.hidden, S.block_f, S, DOT
     )
     do = tile(of_branch, rows, vs, LENGTH, V)
-    through_share(
-        do, seen_own, share, d_share, u1, d_u1, rows, S.tail + rows, S.pairs, vs, S, DOT
-    )
+    through_share(do, seen_own, share, d_share, u1, d_u1, rows, S.tail + rows, S.pairs, vs, S, DOT)
     if S.tail > 0:
         through_share(do, seen_before, share, d_share, u1, d_u1, rows, past, S.tail, vs, S, DOT)
     tl.debug_barrier()
@@ -298,21 +305,49 @@ def through_features(
 
 
 @triton.jit
+def through_state_and_term(
+    dz, f, state, term, d_state, d_term, kept, step, rows, ds,
+    OUT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The same for kept W f + step M f: one wait for both matrices."""
+    back = tl.zeros((rows.shape[0], ds.shape[0]), tl.float32)
+    back_term = back
+    kept_f, step_f = (kept[:, None] * f).to(DOT), (step[:, None] * f).to(DOT)
+    for start in range(0, OUT, BLOCK):
+        outs = start + tl.arange(0, BLOCK)
+        grad = tile(dz, rows, outs, S.length, OUT)
+        w = tile(state, outs, ds, OUT, S.pitch)
+        m = tile(term, outs, ds, OUT, S.pitch)
+        back += dot(grad, w, DOT)
+        back_term += dot(grad, m, DOT)
+        put(d_state, dot(tl.trans(grad), kept_f, DOT), outs, ds, OUT, S.pitch)
+        put(d_term, dot(tl.trans(grad), step_f, DOT), outs, ds, OUT, S.pitch)
+    df = kept[:, None] * back + step[:, None] * back_term
+    return df, tl.sum(f * back, 1), tl.sum(f * back_term, 1)
+
+
+@triton.jit
 def through_first_layer(
     dz, f, state, terms, d_state, d_terms, kept, steps, d_kept, d_steps, rows, ds,
     OUT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Back through kept W f + sum_s steps_s M_s f: returns df, d_kept and d_steps."""
     TERMS: tl.constexpr = S.terms
-    df, grad = through_features(dz, f, state, d_state, kept, rows, ds, OUT, BLOCK, S, DOT)
-    d_kept += grad
-    for s in range(TERMS):
-        skip = s * S.size
-        more, grad = through_features(
-            dz, f, terms + skip, d_terms + skip, step_of(steps, s, rows, S), rows, ds,
+    if TERMS == 0:
+        df, grad = through_features(dz, f, state, d_state, kept, rows, ds, OUT, BLOCK, S, DOT)
+        d_kept += grad
+    else:
+        df, grad, grad_step = through_state_and_term(
+            dz, f, state, terms, d_state, d_terms, kept, step_of(steps, 0, rows, S), rows, ds,
             OUT, BLOCK, S, DOT,
         )  # fmt: skip
-        df, d_steps = df + more, d_steps + only(grad, s, S.block_terms)
+        d_kept, d_steps = d_kept + grad, d_steps + only(grad_step, 0, S.block_terms)
+        for s in range(1, TERMS):
+            step, skip = step_of(steps, s, rows, S), s * S.size
+            more, grad = through_features(
+                dz, f, terms + skip, d_terms + skip, step, rows, ds, OUT, BLOCK, S, DOT
+            )
+            df, d_steps = df + more, d_steps + only(grad, s, S.block_terms)
     return df, d_kept, d_steps
 
 
@@ -429,11 +464,9 @@ def from_second_layer(dy, residual, d_kept, d_steps, rows, S: tl.constexpr, DOT:
     steps = tl.zeros((rows.shape[0], TERMS), tl.float32)
     if S.terms > 0:
         steps = tile(d_steps, rows, tl.arange(0, TERMS), S.length, S.terms)
-    do = tile(dy, rows, vs, S.length, S.d_v)
-    if S.d_k == S.d_v:
-        dq = do.to(tl.float32)
-    else:
-        dq = dot(do, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
+    dq = tile(dy, rows, vs, S.length, S.d_v).to(tl.float32)
+    if S.d_k != S.d_v:
+        dq = dot(dq, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
     return dq, kept, steps
 
 
