@@ -52,17 +52,18 @@ def first_term(terms, w, outs, ins, OUT: tl.constexpr, WIDTH: tl.constexpr, S: t
 
 @triton.jit
 def mixed(
-    x, w, m, terms, kept, steps, rows, outs, ins,
+    z, x, w, m, terms, kept, steps, rows, outs, ins,
     OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """kept W x + sum_s steps_s M_s x, `[rows, outs]`, from tiles of W and the first M."""
+    """z + kept W x + sum_s steps_s M_s x, `[rows, outs]`, from tiles of W and the first M."""
     TERMS: tl.constexpr = S.terms
     x = x.to(DOT)
     if TERMS == 0:
-        z = kept[:, None] * dot(x, tl.trans(w), DOT)
+        z += kept[:, None] * dot(x, tl.trans(w), DOT)
     else:
         step = step_of(steps, 0, rows, S)
-        z = kept[:, None] * dot(x, tl.trans(w), DOT) + step[:, None] * dot(x, tl.trans(m), DOT)
+        z += kept[:, None] * dot(x, tl.trans(w), DOT)
+        z += step[:, None] * dot(x, tl.trans(m), DOT)
         for s in range(1, TERMS):
             step = step_of(steps, s, rows, S)
             other = tile(terms + s * S.size, outs, ins, OUT, WIDTH)
@@ -114,7 +115,7 @@ def first_layer(
         w = tile(state, outs, ds, OUT, S.pitch)
         m = first_term(terms, w, outs, ds, OUT, S.pitch, S)
         f = features(q, rows, ds, S.length, left, right, scale, S.d_k, S.features)
-        z += mixed(f, w, m, terms, kept, steps, rows, outs, ds, OUT, S.pitch, S, DOT)
+        z = mixed(z, f, w, m, terms, kept, steps, rows, outs, ds, OUT, S.pitch, S, DOT)
     if S.features != S.d_k:
         mine, past = of_pairs(u, outs, OUT, S)
     if S.written:
@@ -157,7 +158,7 @@ def deep_branch(
         if S.features != S.d_k:
             w, m, h_own, h_before = second_tiles(state, terms, h, vs, hs, S)
         x = x.to(DOT)
-        o += mixed(x, w, m, terms, kept, steps, rows, vs, hs, S.d_v, S.hidden, S, DOT)
+        o = mixed(o, x, w, m, terms, kept, steps, rows, vs, hs, S.d_v, S.hidden, S, DOT)
         if S.written:
             seen_own += dot(x, tl.trans(h_own), DOT)
             if S.tail > 0:
