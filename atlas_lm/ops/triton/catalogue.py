@@ -34,9 +34,10 @@ from atlas_lm.ops.triton.muon_kernels import (
 )
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import (
-    read_first_backward_kernel,
-    read_second_backward_kernel,
+    read_inputs_backward_kernel,
+    read_pairs_backward_kernel,
 )
+from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
 from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
 from atlas_lm.ops.triton.sizes import LINEAR, Sizes
 from atlas_lm.ops.triton.writing import write_kernel
@@ -108,7 +109,6 @@ CASES = {
 
 ADDITIVE = write_kernel, write_backward_kernel
 MUON = factors_kernel, advance_kernel, carry_kernel, factors_backward_kernel
-READS = read_kernel, read_first_backward_kernel
 WRITES_BACKWARD = write_backward_kernel, factors_backward_kernel
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
@@ -141,7 +141,9 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
     writes = MUON if rule.optimizer == "muon" else ADDITIVE
-    reads = READS if sizes.network == LINEAR else (*READS, read_second_backward_kernel)
+    reads = [read_kernel, read_inputs_backward_kernel]
+    reads += [read_pairs_backward_kernel] * sizes.written
+    reads += [read_hidden_backward_kernel] * (sizes.network != LINEAR)
     return [memory_kernel(name, fn, sizes) for fn in (*writes, *reads)]
 
 
