@@ -38,7 +38,7 @@ from atlas_lm.ops.triton.reading_backward import (
     read_pairs_backward_kernel,
 )
 from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
-from atlas_lm.ops.triton.reads import backward_warps, takes_wgmma
+from atlas_lm.ops.triton.reads import backward_warps, inputs_registers, takes_wgmma
 from atlas_lm.ops.triton.sizes import LINEAR, Sizes
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import write_backward_kernel
@@ -170,6 +170,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         num_warps=backward_warps(sizes) if fn in WRITES_BACKWARD else 4,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
+        registers=inputs_registers(sizes) if fn is read_inputs_backward_kernel else None,
     )
 
 

@@ -203,8 +203,8 @@ def through_state_and_term(
         w = tile(state, outs, ds, OUT, S.pitch)
         m = tile(term, outs, ds, OUT, S.pitch)
         back += dot(grad, w, DOT)
-        back_term += dot(grad, m, DOT)
         put(d_state, dot(tl.trans(grad), kept_f, DOT), outs, ds, OUT, S.pitch)
+        back_term += dot(grad, m, DOT)
         put(d_term, dot(tl.trans(grad), step_f, DOT), outs, ds, OUT, S.pitch)
     df = kept[:, None] * back + step[:, None] * back_term
     return df, tl.sum(f * back, 1), tl.sum(f * back_term, 1)
