@@ -6,14 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def normal(z):
-    """The normal distribution up to z, and its density there, to 1e-7 with one exponential.
+    """The normal distribution up to z, and its density there, to 5e-7 with one exponential.
 
-    Abramowitz and Stegun 7.1.26; the library's erf takes three times as many instructions.
+    Abramowitz and Stegun 7.1.26; the library's erf takes three times as many instructions. exp2 and
+    rsqrt are one instruction each, an exponential five and a division eight.
     """
-    bell = tl.exp(-0.5 * z * z)
-    t = 1.0 / (1.0 + 0.2316418882 * tl.abs(z))
-    poly = -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
-    tail = 0.5 * bell * t * (0.254829592 + t * poly)
+    bell = tl.exp2(-0.7213475204444817 * z * z)
+    root = tl.rsqrt(1.0 + 0.2316418882 * tl.abs(z))
+    t = root * root
+    poly = -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
+    tail = bell * t * (0.127414796 + t * poly)
     return tl.where(z >= 0, 1.0 - tail, tail), 0.3989422804014327 * bell
 
 

@@ -33,10 +33,14 @@ from atlas_lm.ops.triton.muon_kernels import (
     hidden_kernel,
 )
 from atlas_lm.ops.triton.reading import read_kernel
-from atlas_lm.ops.triton.reading_backward import read_backward_kernel
-from atlas_lm.ops.triton.reads import takes_wgmma
+from atlas_lm.ops.triton.reading_backward import (
+    read_inputs_backward_kernel,
+    read_pairs_backward_kernel,
+)
+from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
+from atlas_lm.ops.triton.reads import inputs_registers, takes_wgmma
 from atlas_lm.ops.triton.resident import prepare_kernel, resident_kernel
-from atlas_lm.ops.triton.sizes import Sizes, by_blocks, in_narrow_tiles
+from atlas_lm.ops.triton.sizes import LINEAR, Sizes, by_blocks, in_narrow_tiles
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
 from atlas_lm.rules import RULES, Rule
@@ -107,11 +111,12 @@ CASES = {
 
 BY_BLOCKS = hidden_kernel, branch_kernel, factors_kernel, pull_kernel, error_kernel, settle_kernel
 """Whose programs have a block of a memory each."""
-DEEP = hidden_kernel, pull_kernel, error_kernel
+DEEP = hidden_kernel, pull_kernel, error_kernel, read_hidden_backward_kernel
 """What linear memories do without."""
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
-ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "anchor", "phi", "do", "rest"}
+ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "u", "d_u", "dz", "dz3", "of_branch", "own", "back"}
+ROUNDED |= {"hidden", "anchor", "phi", "do", "known"}
 """Tensors in the dtype of the inputs."""
 COUNTS = {"piece", "pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
 
@@ -140,14 +145,15 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
     muon = hidden_kernel, branch_kernel, factors_kernel, advance_kernel
     writes = muon if rule.optimizer == "muon" else additive_kernels(sizes)
-    reads = read_kernel, read_backward_kernel
+    reads = [read_kernel, read_inputs_backward_kernel, read_hidden_backward_kernel]
+    reads += [read_pairs_backward_kernel] * sizes.written
     every = (*writes, *reads, pull_kernel, error_kernel, settle_kernel)
     blocks = by_blocks(sizes, 128, 132)
     sized = dict.fromkeys(BY_BLOCKS, blocks) | {settle_kernel: in_narrow_tiles(blocks)}
     return [
         memory_kernel(name, fn, sized.get(fn, sizes))
         for fn in every
-        if sizes.network != 0 or fn not in DEEP
+        if sizes.network != LINEAR or fn not in DEEP
     ]
 
 
@@ -182,6 +188,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         num_warps=4,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
+        registers=inputs_registers(sizes) if fn is read_inputs_backward_kernel else None,
     )
 
 

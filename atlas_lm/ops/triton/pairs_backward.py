@@ -97,12 +97,12 @@ def to_keys(
 
 @triton.jit
 def through_first_layer(
-    k, anchor, u, w1, of_u2, of_u3, pushes, pulls, rest, rows, hs, height, left, right, scale,
+    k, anchor, u, w1, of_u2, of_u3, pushes, pulls, known, rows, hs, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of u2 and u3 of a block of the hidden layer to that of u1 W1.
 
-    It stays in `rest` too, with what is known so far of the gradients of z and of the value, and
+    It stays in `known` too, with what is known so far of the gradients of z and of the value, and
     with what takes the gradient of h there.
     """
     W2: tl.constexpr = S.d_v * S.hidden
@@ -121,24 +121,24 @@ def through_first_layer(
             k, anchor + W3, of_u3, pushes + W3, pulls, rows, hs, height, left, right, scale,
             S.hidden, S, DOT,
         )  # fmt: skip
-        put(rest + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
-        put(rest + 5 * ROOM, gelu(z), rows, hs, height, S.hidden)
+        put(known + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
+        put(known + 5 * ROOM, gelu(z), rows, hs, height, S.hidden)
         d_back = d_back * value + of_u3 * gelu(z)
         dz = dz * value + of_u3 * back * to_z
         to_z *= value
-    put(rest + ROOM, dz, rows, hs, height, S.hidden)
-    put(rest + 2 * ROOM, d_back, rows, hs, height, S.hidden)
-    put(rest + 4 * ROOM, to_z, rows, hs, height, S.hidden)
+    put(known + ROOM, dz, rows, hs, height, S.hidden)
+    put(known + 2 * ROOM, d_back, rows, hs, height, S.hidden)
+    put(known + 4 * ROOM, to_z, rows, hs, height, S.hidden)
     return d_back
 
 
 @triton.jit
 def through_second_layer(
-    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, rows, vs, hs, height,
+    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height,
     left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A block of the hidden layer: its parts of the branch o and of the gradient of u1, and that of
-    the pulls. What is known of h, z, u1 W1 and the value so far stays in `rest`.
+    the pulls. What is known of h, z, u1 W1 and the value so far stays in `known`.
 
     What is loaded is loaded first: a product waits until all before it is here.
     """
@@ -154,7 +154,7 @@ def through_second_layer(
         if S.network == 2:
             of_u3 = tile(d_u3, rows, hs, height, S.hidden)
     d_back = through_first_layer(
-        k, anchor, u, w1, of_u2.to(tl.float32), of_u3.to(tl.float32), pushes, pulls, rest,
+        k, anchor, u, w1, of_u2.to(tl.float32), of_u3.to(tl.float32), pushes, pulls, known,
         rows, hs, height, left, right, scale, S, DOT,
     )  # fmt: skip
     du = du.to(tl.float32) + dot(d_back, tl.trans(w1), DOT)
@@ -163,7 +163,7 @@ def through_second_layer(
         u, x.to(tl.float32), dx.to(tl.float32), tl.zeros((rows.shape[0], PULLS), tl.float32), push,
         pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT,
     )  # fmt: skip
-    put(rest, dx, rows, hs, height, S.hidden)
+    put(known, dx, rows, hs, height, S.hidden)
     return dot(x, tl.trans(w1), DOT), du, d_pulls
 
 
@@ -198,10 +198,10 @@ def through_error(
 
 @triton.jit
 def to_second_matrix(
-    do, u1, h, rest, rows, vs, hs, height, S: tl.constexpr, DOT: tl.constexpr
+    do, u1, h, known, rows, vs, hs, height, S: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """The gradient of W1, from the branch and from what the second layer left."""
-    d_back = tile(rest + 2 * S.pairs * S.hidden, rows, hs, height, S.hidden)
+    d_back = tile(known + 2 * S.pairs * S.hidden, rows, hs, height, S.hidden)
     u, x = tile(u1, rows, vs, height, S.d_v), tile(h, rows, hs, height, S.hidden)
     of_branch = tile(do, rows, vs, height, S.d_v)
     return dot(tl.trans(u), d_back, DOT) + dot(tl.trans(of_branch), x, DOT)
@@ -209,14 +209,14 @@ def to_second_matrix(
 
 @triton.jit
 def to_first_layer(
-    do, anchor, rest, rows, vs, hs, height, WHICH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr
+    do, anchor, known, rows, vs, hs, height, WHICH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr
 ):
     """The gradient of what W2 (WHICH = 1) or W3 (2) gave, from the branch and from what the second
     layer left."""
     ROOM: tl.constexpr = S.pairs * S.hidden
-    dx, so_far = tile(rest, rows, hs, height, S.hidden), rest + (2 * WHICH - 1) * ROOM
+    dx, so_far = tile(known, rows, hs, height, S.hidden), known + (2 * WHICH - 1) * ROOM
     so_far = tile(so_far, rows, hs, height, S.hidden)
-    through = tile(rest + (3 + WHICH) * ROOM, rows, hs, height, S.hidden)
+    through = tile(known + (3 + WHICH) * ROOM, rows, hs, height, S.hidden)
     w1, of_branch = tile(anchor, vs, hs, S.d_v, S.hidden), tile(do, rows, vs, height, S.d_v)
     return so_far + (dx + dot(of_branch, w1, DOT)) * through
 

@@ -36,59 +36,98 @@ def share_tile(share, rows, pairs, height, S: tl.constexpr):
 
 
 @triton.jit
-def entered_inputs(
-    q, state, terms, kept, steps, rows, outs, skip, left, right, scale,
-    OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+def step_of(steps, s, rows, S: tl.constexpr):
+    """How much of term `s` is in each token's memory."""
+    return tl.load(steps + rows * S.terms + s, mask=rows < S.length, other=0.0)
+
+
+@triton.jit
+def first_term(terms, w, outs, ins, OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
+    """A tile of the first term (w if there is none), loaded with the weights': one wait."""
+    m = w
+    if S.terms > 0:
+        m = tile(terms, outs, ins, OUT, WIDTH)
+    return m
+
+
+@triton.jit
+def mixed(
+    z, x, w, m, terms, kept, steps, rows, outs, ins,
+    OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """kept W phi(q) + sum_s steps_s M_s phi(q) of matrices `[OUT pitch]`: `[rows, outs]`."""
-    D: tl.constexpr = S.features
-    STEP: tl.constexpr = S.block_d
+    """z + kept W x + sum_s steps_s M_s x, `[rows, outs]`, from tiles of W and the first M."""
     TERMS: tl.constexpr = S.terms
-    z = tl.zeros((rows.shape[0], outs.shape[0]), tl.float32)
-    for d in range(0, D, STEP):
-        ds = d + tl.arange(0, STEP)
-        f = features(q, rows, ds, S.length, left, right, scale, S.d_k, S.features)
-        z += dot(kept[:, None] * f, tl.trans(tile(state + skip, outs, ds, OUT, S.pitch)), DOT)
-        for s in range(TERMS):
-            step = tl.load(steps + rows * S.terms + s, mask=rows < S.length, other=0.0)
-            m = tile(terms + s * S.size + skip, outs, ds, OUT, S.pitch)
-            z += dot(step[:, None] * f, tl.trans(m), DOT)
+    x = x.to(DOT)
+    if TERMS == 0:
+        z += kept[:, None] * dot(x, tl.trans(w), DOT)
+    else:
+        step = step_of(steps, 0, rows, S)
+        z += kept[:, None] * dot(x, tl.trans(w), DOT)
+        z += step[:, None] * dot(x, tl.trans(m), DOT)
+        for s in range(1, TERMS):
+            step = step_of(steps, s, rows, S)
+            other = tile(terms + s * S.size, outs, ins, OUT, WIDTH)
+            z += step[:, None] * dot(x, tl.trans(other), DOT)
     return z
+
+
+@triton.jit
+def of_pairs(u, columns, WIDTH: tl.constexpr, S: tl.constexpr):
+    """A factor `[pairs WIDTH]` of the piece's own pairs and of those before; zeros under muon."""
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    mine = tl.zeros((LENGTH, columns.shape[0]), u.dtype.element_ty)
+    past = tl.zeros((TAIL, columns.shape[0]), u.dtype.element_ty)
+    if S.written:
+        mine = tile(u, S.tail + tl.arange(0, LENGTH), columns, S.pairs, WIDTH)
+        if S.tail > 0:
+            past = tile(u, tl.arange(0, TAIL), columns, S.tail, WIDTH)
+    return mine, past
+
+
+@triton.jit
+def second_tiles(state, terms, h, vs, hs, S: tl.constexpr):
+    """What the second layer needs of a block of the hidden one.
+
+    On identity features it is loaded before the first layer: one wait for everything. Others make
+    the first layer wait several times anyway, and it would only take registers.
+    """
+    w = tile(state, vs, hs, S.d_v, S.hidden)
+    m = first_term(terms, w, vs, hs, S.d_v, S.hidden, S)
+    h_own, h_before = of_pairs(h, hs, S.hidden, S)
+    return w, m, h_own, h_before
 
 
 @triton.jit
 def first_layer(
-    q, state, terms, kept, steps, u, own, before, rows, outs, skip, left, right, scale,
+    q, state, terms, kept, steps, u, own, before, rows, outs, left, right, scale,
     OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The first layer at every token's memory. own, before: share * <phi(q), phi(k)>."""
+    D: tl.constexpr = S.features
+    STEP: tl.constexpr = S.block_d
     LENGTH: tl.constexpr = S.block_length
-    TAIL: tl.constexpr = S.block_tail
-    z = entered_inputs(
-        q, state, terms, kept, steps, rows, outs, skip, left, right, scale, OUT, S, DOT
-    )
+    z = tl.zeros((LENGTH, outs.shape[0]), tl.float32)
+    if S.features == S.d_k:
+        mine, past = of_pairs(u, outs, OUT, S)
+    for d in range(0, D, STEP):
+        ds = d + tl.arange(0, STEP)
+        w = tile(state, outs, ds, OUT, S.pitch)
+        m = first_term(terms, w, outs, ds, OUT, S.pitch, S)
+        f = features(q, rows, ds, S.length, left, right, scale, S.d_k, S.features)
+        z = mixed(z, f, w, m, terms, kept, steps, rows, outs, ds, OUT, S.pitch, S, DOT)
+    if S.features != S.d_k:
+        mine, past = of_pairs(u, outs, OUT, S)
     if S.written:
-        z += dot(own, tile(u, S.tail + tl.arange(0, LENGTH), outs, S.pairs, OUT), DOT)
+        z += dot(own, mine, DOT)
         if S.tail > 0:
-            z += dot(before, tile(u, tl.arange(0, TAIL), outs, S.tail, OUT), DOT)
+            z += dot(before, past, DOT)
     return z
 
 
 @triton.jit
-def second_layer(x, state, terms, kept, steps, rows, vs, hs, S: tl.constexpr, DOT: tl.constexpr):
-    """kept W1 x + sum_s steps_s M1_s x over the hidden block `hs`: `[rows, vs]`."""
-    TERMS: tl.constexpr = S.terms
-    o = dot(kept[:, None] * x, tl.trans(tile(state, vs, hs, S.d_v, S.hidden)), DOT)
-    for s in range(TERMS):
-        step = tl.load(steps + rows * S.terms + s, mask=rows < S.length, other=0.0)
-        m = tile(terms + s * S.size, vs, hs, S.d_v, S.hidden)
-        o += dot(step[:, None] * x, tl.trans(m), DOT)
-    return o
-
-
-@triton.jit
 def deep_branch(
-    q, state, terms, kept, steps, u1, h, u2, u3, share_own, share_before, own, before, rows, vs,
+    q, state, terms, kept, steps, share, u1, h, u2, u3, own, before, rows, vs,
     left, right, scale, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """What the second layer gives, `[rows, vs]`."""
@@ -99,33 +138,54 @@ def deep_branch(
     TAIL: tl.constexpr = S.block_tail
     W2: tl.constexpr = S.d_v * S.hidden
     W3: tl.constexpr = W2 + S.hidden * S.pitch
-    mine = S.tail + tl.arange(0, LENGTH)
-    past = tl.arange(0, TAIL)
+    mine, past = S.tail + rows, tl.arange(0, TAIL)
     o = tl.zeros((LENGTH, V), tl.float32)
     seen_own = tl.zeros((LENGTH, LENGTH), tl.float32)
     seen_before = tl.zeros((LENGTH, TAIL), tl.float32)
     for start in range(0, HIDDEN, F):
         hs = start + tl.arange(0, F)
-        z = first_layer(
-            q, state, terms, kept, steps, u2, own, before, rows, hs, W2, left, right, scale,
+        if S.features == S.d_k:
+            w, m, h_own, h_before = second_tiles(state, terms, h, vs, hs, S)
+        x = gelu(first_layer(
+            q, state + W2, terms + W2, kept, steps, u2, own, before, rows, hs, left, right, scale,
             S.hidden, S, DOT,
-        )  # fmt: skip
-        x = gelu(z)
+        ))  # fmt: skip
         if S.network == 2:
             x *= first_layer(
-                q, state, terms, kept, steps, u3, own, before, rows, hs, W3, left, right, scale,
-                S.hidden, S, DOT,
+                q, state + W3, terms + W3, kept, steps, u3, own, before, rows, hs,
+                left, right, scale, S.hidden, S, DOT,
             )  # fmt: skip
-        o += second_layer(x, state, terms, kept, steps, rows, vs, hs, S, DOT)
+        if S.features != S.d_k:
+            w, m, h_own, h_before = second_tiles(state, terms, h, vs, hs, S)
+        x = x.to(DOT)
+        o = mixed(o, x, w, m, terms, kept, steps, rows, vs, hs, S.d_v, S.hidden, S, DOT)
         if S.written:
-            seen_own += dot(x, tl.trans(tile(h, mine, hs, S.pairs, S.hidden)), DOT)
+            seen_own += dot(x, tl.trans(h_own), DOT)
             if S.tail > 0:
-                seen_before += dot(x, tl.trans(tile(h, past, hs, S.tail, S.hidden)), DOT)
+                seen_before += dot(x, tl.trans(h_before), DOT)
     if S.written:
-        o += dot(share_own * seen_own, tile(u1, mine, vs, S.pairs, S.d_v), DOT)
+        seen_own *= share_tile(share, rows, mine, S.pairs, S)
+        o += dot(seen_own, tile(u1, mine, vs, S.pairs, S.d_v), DOT)
         if S.tail > 0:
-            o += dot(share_before * seen_before, tile(u1, past, vs, S.tail, S.d_v), DOT)
+            seen_before *= share_tile(share, rows, past, S.tail, S)
+            o += dot(seen_before, tile(u1, past, vs, S.tail, S.d_v), DOT)
     return o
+
+
+@triton.jit
+def pairs_seen(q, k, share, coefficients, rows, S: tl.constexpr, DOT: tl.constexpr):
+    """share * <phi(q), phi(k)> of the piece's own pairs and of those before, rounded."""
+    TAIL: tl.constexpr = S.block_tail
+    mine, past = S.tail + rows, tl.arange(0, TAIL)
+    own = tl.zeros((rows.shape[0], rows.shape[0]), DOT)
+    before = tl.zeros((rows.shape[0], TAIL), DOT)
+    if S.written:
+        weight = share_tile(share, rows, mine, S.pairs, S)
+        own = (weight * alike(q, k, rows, mine, S.pairs, coefficients, S, DOT)[1]).to(DOT)
+        if S.tail > 0:
+            weight = share_tile(share, rows, past, S.tail, S)
+            before = (weight * alike(q, k, rows, past, S.tail, coefficients, S, DOT)[1]).to(DOT)
+    return own, before
 
 
 @triton.jit(do_not_specialize=["rows_and_heads", "heads"])
@@ -138,7 +198,6 @@ def read_kernel(
     at = tl.program_id(1) * rows_and_heads + z
     head = z % heads
     LENGTH: tl.constexpr = S.block_length
-    TAIL: tl.constexpr = S.block_tail
     V: tl.constexpr = S.block_v
     rows, vs = tl.arange(0, LENGTH), tl.arange(0, V)
     q += at * S.length * S.d_k
@@ -151,26 +210,16 @@ def read_kernel(
     share += at * S.length * S.pairs
     hidden = at * S.pairs * S.hidden
     keep = tl.load(kept + at * S.length + rows, mask=rows < S.length, other=0.0)
-    share_own = tl.zeros((LENGTH, LENGTH), tl.float32)
-    share_before = tl.zeros((LENGTH, TAIL), tl.float32)
-    own, before = share_own, share_before
-    if S.written:
-        mine, past = S.tail + rows, tl.arange(0, TAIL)
-        weigh = coefficients + head * 3
-        share_own = share_tile(share, rows, mine, S.pairs, S)
-        own = share_own * alike(q, k, rows, mine, S.pairs, weigh, S, DOT)[1]
-        if S.tail > 0:
-            share_before = share_tile(share, rows, past, S.tail, S)
-            before = share_before * alike(q, k, rows, past, S.tail, weigh, S, DOT)[1]
+    own, before = pairs_seen(q, k, share, coefficients + head * 3, rows, S, DOT)
     if S.network == 0:
         out = first_layer(
-            q, state, terms, keep, steps, u1, own, before, rows, vs, 0, left, right, scale,
+            q, state, terms, keep, steps, u1, own, before, rows, vs, left, right, scale,
             S.d_v, S, DOT,
         )  # fmt: skip
     else:
         out = deep_branch(
-            q, state, terms, keep, steps, u1, h + hidden, u2 + hidden, u3 + hidden,
-            share_own, share_before, own, before, rows, vs, left, right, scale, S, DOT,
+            q, state, terms, keep, steps, share, u1, h + hidden, u2 + hidden, u3 + hidden,
+            own, before, rows, vs, left, right, scale, S, DOT,
         )  # fmt: skip
         if S.norm:
             put(branch + at * S.length * S.d_v, out, rows, vs, S.length, S.d_v)

@@ -12,8 +12,12 @@ from torch import Tensor
 from atlas_lm.ops.triton.launch import launch, processors
 from atlas_lm.ops.triton.layout import DOTS, monomials
 from atlas_lm.ops.triton.reading import read_kernel
-from atlas_lm.ops.triton.reading_backward import read_backward_kernel
-from atlas_lm.ops.triton.sizes import Sizes, by_blocks
+from atlas_lm.ops.triton.reading_backward import (
+    read_inputs_backward_kernel,
+    read_pairs_backward_kernel,
+)
+from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
+from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, by_blocks
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
@@ -153,6 +157,12 @@ def takes_wgmma(sizes: Sizes) -> bool:
     return not (sizes.written and deep and polynomial)
 
 
+def inputs_registers(sizes: Sizes) -> int | None:
+    """Of the gradients of the first layer's matrices: four fewer than they would take let three
+    programs run on a processor of Hopper, and spill 24 bytes."""
+    return 168 if sizes.features == sizes.d_k and sizes.terms <= 1 else None
+
+
 class Meeting(NamedTuple):
     """Where the programs that write a memory together meet (`team`)."""
 
@@ -233,17 +243,48 @@ class Backward:
             factors=Factors.room(k.shape[0], plan, k) if s.written else written.factors,
             dk=(torch.empty if s.written or s.network else torch.zeros)(k.shape, device=k.device),
         )
-        branch = self.branch[part] if s.norm else self.branch
+        kept, steps = here.kept, either(here.steps, here.kept)
+        d_kept, d_steps = d_here.kept, either(d_here.steps, d_here.kept)
+        rooms, degrees = self._rooms(q, dy), self.d_degrees[part]
+        share, branch = either(here.share, kept), self.branch[part] if s.norm else self.branch
+        grid, sizes = (plan.rows_and_heads, k.shape[0]), (plan.rows_and_heads, s.heads)
+        if s.network != LINEAR:
+            launch(
+                read_hidden_backward_kernel, grid,
+                dy, q, k, share, kept, steps, written.states, written.terms, *written.factors,
+                t.gain, t.coefficients, t.left, t.right, t.scale, branch, *rooms, d_kept, d_steps,
+                found.states, found.terms, self.d_gain[part], *sizes, **constants(plan, k),
+            )  # fmt: skip
+        if s.written:
+            launch(
+                read_pairs_backward_kernel, grid,
+                q, k, share, *written.factors, t.coefficients, *rooms, found.dk,
+                either(d_here.share, d_kept), *found.factors, degrees, *sizes,
+                **constants(plan, k),
+            )  # fmt: skip
+        _, own, _, _, dz, dz3 = rooms
         launch(
-            read_backward_kernel, (plan.rows_and_heads, k.shape[0]),
-            dy, q, k, either(here.share, here.kept), here.kept, either(here.steps, here.kept),
-            written.states, written.terms, *written.factors, t.gain, t.residual, t.coefficients,
-            t.left, t.right, t.scale, branch, self.dq[part], found.dk,
-            either(d_here.share, d_here.kept), d_here.kept, either(d_here.steps, d_here.kept),
-            found.states, found.terms, *found.factors, self.d_gain[part], self.d_degrees[part],
-            plan.rows_and_heads, s.heads, **constants(plan, k),
+            read_inputs_backward_kernel, grid,
+            dy, q, k, kept, steps, written.states, written.terms, t.residual, t.left, t.right,
+            t.scale, own, dz, dz3, self.dq[part], d_kept, d_steps, found.states, found.terms,
+            degrees, *sizes, registers=inputs_registers(s), **constants(plan, k),
         )  # fmt: skip
         return found
+
+    def _rooms(self, q: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        """What the three kernels leave for each other: the gradient at the branch, two tiles of
+        pairs, the hidden layer, and the gradients at its inputs."""
+        s, memories = self.plan.sizes, q.shape[:2]
+        tiles = *memories, s.block_length, s.block_length + s.block_tail
+        own = q.new_empty(tiles) if s.written else dy
+        if s.network == LINEAR:
+            return dy, own, own, dy, dy, dy
+        do = q.new_empty(*memories, s.block_length, s.block_v)
+        dz = q.new_empty(*q.shape[:3], s.hidden)
+        dz3 = torch.empty_like(dz) if s.network == GATED else dz
+        if not s.written:
+            return do, own, own, dz, dz, dz3
+        return do, own, torch.empty_like(own), torch.empty_like(dz), dz, dz3
 
     def gradients(self, dy: Tensor, slow: Slow) -> tuple[Tensor | None, ...]:
         """Of q, k, v, mixing, slow weights, weights, momentum, own anchor, initial weights."""

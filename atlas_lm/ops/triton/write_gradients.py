@@ -56,7 +56,7 @@ class WriteGradients:
         self.reads_dk, self.dk = found.dk, torch.empty(s.team * max(1, s.network), *k.shape, **wide)
         self.d_pulls = torch.empty(s.team * matrices, *pulls.shape, **wide)
         self.d_last = torch.empty(s.team * matrices, count, z, 3, **wide)
-        rest = k.new_empty(z, 6 * s.pairs * s.hidden)
+        known = k.new_empty(z, 6 * s.pairs * s.hidden)
         parts = torch.empty(z, s.team * 2 * s.pairs * s.d_v, **wide)
         do = k.new_empty(z, s.pairs, s.d_v)
         f, d, tables = stood.factors, found.factors, (t.left, t.right, t.scale)
@@ -64,7 +64,7 @@ class WriteGradients:
         self.launches = [
             Repeated(
                 pull_kernel, (z * s.team, 2 if s.tail else 1),
-                k, anchor, f.u1, f.h, *tables, *d, pushes, pulls, self.d_pulls, rest, parts,
+                k, anchor, f.u1, f.h, *tables, *d, pushes, pulls, self.d_pulls, known, parts,
                 NUMBER, count, z, s.heads, **options,
             ),
             Repeated(
@@ -79,7 +79,7 @@ class WriteGradients:
                 k, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
                 pulls, plan.marks[part], anchor, back.g_anchor if own else back.g_weights,
                 stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
-                back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, rest,
+                back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, known,
                 self.dk, dv, self.d_pulls, self.d_last, back.d_degrees_write,
                 NUMBER, count, z, s.heads, OWN=own, **options | {"S": in_narrow_tiles(options["S"])},
             )

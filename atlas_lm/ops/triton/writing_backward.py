@@ -31,14 +31,14 @@ from atlas_lm.ops.triton.tiles import dot, features, put, tile
 
 @triton.jit
 def pull_pairs(
-    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, parts,
+    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
     rows, hs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Pairs `rows` below `height`. `parts` `[2 pairs v]`: of the branch, of the gradient of u1."""
     V: tl.constexpr = S.block_v
     vs = tl.arange(0, V)
     o, du, grad_pulls = through_second_layer(
-        k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, rows, vs, hs, height,
+        k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height,
         left, right, scale, member, S, DOT,
     )  # fmt: skip
     leave_pulls(grad_pulls, d_pulls, rows, height, S)
@@ -49,7 +49,7 @@ def pull_pairs(
 @triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
 def pull_kernel(
     k, anchor, u1, h, left, right, scale, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    d_pulls, rest, parts, piece, pieces, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
+    d_pulls, known, parts, piece, pieces, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One block of the hidden layer, and the piece's own pairs or those before it, a program."""
     z = (tl.program_id(0) // S.team).to(tl.int64)
@@ -62,7 +62,7 @@ def pull_kernel(
     pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
     slot = (member * (S.network + 1) * pieces).to(tl.int64) * rows_and_heads + at
     d_pulls += slot * S.pulls * S.pairs
-    rest += z * 6 * S.pairs * S.hidden
+    known += z * 6 * S.pairs * S.hidden
     parts += tl.program_id(0).to(tl.int64) * 2 * S.pairs * S.d_v
     scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
@@ -71,13 +71,13 @@ def pull_kernel(
     hs = member * F + tl.arange(0, F)
     if tl.program_id(1) == 0:
         pull_pairs(
-            k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, parts,
+            k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
             S.tail + tl.arange(0, LENGTH), hs, S.pairs, left, right, scale, member, S, DOT,
         )  # fmt: skip
     if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
         if tl.program_id(1) == 1:
             pull_pairs(
-                k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, rest, d_pulls, parts,
+                k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
                 tl.arange(0, TAIL), hs, S.tail, left, right, scale, member, S, DOT,
             )  # fmt: skip
 
@@ -251,15 +251,15 @@ def settle_first_matrix(
         f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
         grad = dot(tl.trans(dz), f, DOT)
         grad_k, grad_pulls, degrees = keys_of_matrix(
-            dz, u, f, w, push, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds, S.pairs,
-            left, right, scale, HEIGHT, S, DOT,
+            dz, u, f, w, push, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds,
+            S.pairs, left, right, scale, HEIGHT, S, DOT,
         )  # fmt: skip
         if S.tail > 0:
             f = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
             grad += dot(tl.trans(dz_past), f, DOT)
             grad_past, past_pulls, degrees = keys_of_matrix(
-                dz_past, u_past, f, w, push, pushes, pulls, dk, grad_past, past_pulls, degrees, k, past,
-                outs, ds, S.tail, left, right, scale, HEIGHT, S, DOT,
+                dz_past, u_past, f, w, push, pushes, pulls, dk, grad_past, past_pulls, degrees, k,
+                past, outs, ds, S.tail, left, right, scale, HEIGHT, S, DOT,
             )  # fmt: skip
         # pushes are read by all before any is written
         tl.debug_barrier()
@@ -273,7 +273,7 @@ def settle_first_matrix(
 
 @triton.jit
 def settle_second_matrix(
-    u1, h, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
+    u1, h, do, known, g_weights, g_momentum, g_initial, g_anchors, pushes,
     weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep, d_last,
     mine, past, member, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -290,9 +290,9 @@ def settle_second_matrix(
             g_weights, g_momentum, weights, momenta, d_state, d_entered, vs, hs,
             S.d_v, S.hidden, S,
         )  # fmt: skip
-        grad = to_second_matrix(do, u1, h, rest, mine, vs, hs, S.pairs, S, DOT)
+        grad = to_second_matrix(do, u1, h, known, mine, vs, hs, S.pairs, S, DOT)
         if S.tail > 0:
-            grad += to_second_matrix(do, u1, h, rest, past, vs, hs, S.tail, S, DOT)
+            grad += to_second_matrix(do, u1, h, known, past, vs, hs, S.tail, S, DOT)
         a0, a1, a2 = settle_tile(
             grad, state, g_weights, g_momentum, g_initial, g_anchors, pushes, d_anchor,
             kept, carried, push_kept, fresh, keep, vs, hs, S.d_v, S.hidden, OWN, S,
@@ -363,7 +363,7 @@ def settle_on_features(
 
 @triton.jit
 def settle_first_layer(
-    k, anchor, u, do, rest, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+    k, anchor, u, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
     g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
     kept, carried, push_kept, fresh, keep, mine, past, hs, left, right, scale,
     WHICH: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
@@ -372,10 +372,10 @@ def settle_first_layer(
     V: tl.constexpr = S.block_v
     AT: tl.constexpr = S.d_v * S.hidden + (WHICH - 1) * S.hidden * S.pitch
     vs = tl.arange(0, V)
-    dz = to_first_layer(do, anchor, rest, mine, vs, hs, S.pairs, WHICH, S, DOT)
+    dz = to_first_layer(do, anchor, known, mine, vs, hs, S.pairs, WHICH, S, DOT)
     dz_past = dz
     if S.tail > 0:
-        dz_past = to_first_layer(do, anchor, rest, past, vs, hs, S.tail, WHICH, S, DOT)
+        dz_past = to_first_layer(do, anchor, known, past, vs, hs, S.tail, WHICH, S, DOT)
     settle_on_features(
         dz, dz_past, u, k, anchor + AT, pushes + AT, pulls, dk, d_pulls, d_degrees, d_last,
         g_weights + AT, g_momentum + AT, g_initial + AT, g_anchors + AT, weights + AT, momenta + AT,
@@ -412,7 +412,7 @@ def settle_linear(
 def settle_kernel(
     k, kept, carried, push_kept, pulls, marks, anchor, d_anchor, weights, momenta, u1, h, u2, u3,
     left, right, scale, d_u1, d_state, d_entered, g_weights, g_momentum, g_initial, g_anchors,
-    pushes, do, rest, dk, dv, d_pulls, d_last, d_degrees, piece, pieces, rows_and_heads, heads,
+    pushes, do, known, dk, dv, d_pulls, d_last, d_degrees, piece, pieces, rows_and_heads, heads,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One block of one matrix a program. `pushes`: gradients that pairs are pulled by, rounded.
@@ -438,7 +438,7 @@ def settle_kernel(
     weights, momenta, d_state, d_entered = (
         weights + size, momenta + size, d_state + size, d_entered + size
     )  # fmt: skip
-    do, rest = do + z * S.pairs * S.d_v, rest + z * 6 * S.pairs * S.hidden
+    do, known = do + z * S.pairs * S.d_v, known + z * 6 * S.pairs * S.hidden
     scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
@@ -460,20 +460,20 @@ def settle_kernel(
         )  # fmt: skip
     elif matrix == 0:
         settle_second_matrix(
-            u1, h + deep, do, rest, g_weights, g_momentum, g_initial, g_anchors, pushes,
+            u1, h + deep, do, known, g_weights, g_momentum, g_initial, g_anchors, pushes,
             weights, momenta, d_state, d_entered, d_anchor, keep, carry, push_kept,
             mark & 1, mark & 2, d_last, mine, past, member, OWN, S, DOT,
         )  # fmt: skip
     elif matrix == 1:
         settle_first_layer(
-            k, anchor, u2 + deep, do, rest, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+            k, anchor, u2 + deep, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
             g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
             d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
             left, right, scale, 1, OWN, S, DOT,
         )  # fmt: skip
     elif S.network == 2:
         settle_first_layer(
-            k, anchor, u3 + deep, do, rest, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+            k, anchor, u3 + deep, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
             g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
             d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
             left, right, scale, 2, OWN, S, DOT,
