@@ -131,12 +131,12 @@ def test_momentum_steps_and_their_gradients(rows, columns, pairs, coefficients):
     grad_last, grad_kept = torch.empty(2, *last.shape).unbind(0)
     grad_momentum = torch.empty(z, points + 1, rows, columns)
     entering, u, x, share, kept = arrays
-    made, size = fused.Momenta(entering, ((u, x),), (0,), share, kept), rows * columns
-    fused.momentum_steps(made, size, 5, coefficients, out)
-    grads = fused.StepGradients(grad_out, last, grad_weights)
-    fused.momentum_steps_backward(
-        made, size, 5, coefficients, out, grads, grad_momentum, grad_last, grad_kept
-    )
+    pieces = fused.Momenta(entering[None], ((u[None], x[None]),), (0,), share[None], kept[None])
+    size = rows * columns
+    fused.momentum_steps(pieces, size, 5, coefficients, out[None])(0)
+    grads = fused.StepGradients(grad_out[None], last[None], grad_weights)
+    outs = grad_momentum, grad_last[None], grad_kept[None]
+    fused.momentum_steps_backward(pieces, size, 5, coefficients, out[None], grads, *outs)(0)
     assert_close(out, expected)
     assert_close(grad_momentum[:, :-1], s.grad)
     assert grad_momentum[:, -1].isnan().all()
@@ -159,13 +159,15 @@ def test_matrices_of_one_size_in_one_launch():
     def evaluate(which: slice) -> list[torch.Tensor]:
         at = places[which][0]
         inside = tuple(place - at for place in places[which])
-        made = fused.Momenta(entering[:, at:], factors[which], inside, share, kept)
+        sides = tuple((u[None], x[None]) for u, x in factors[which])
+        made = fused.Momenta(entering[None, :, at:], sides, inside, share[None], kept[None])
         out, pulled = torch.zeros(z, points, size), torch.zeros(z, points + 1, size)
         sums = torch.empty(2, len(inside), z, points)
-        fused.momentum_steps(made, size, 5, "muon", out[..., at:])
-        grads = fused.StepGradients(reads[..., at:], last, weights[:, at:])
-        done = out[..., at:]
-        fused.momentum_steps_backward(made, size, 5, "muon", done, grads, pulled[..., at:], *sums)
+        done = out[None, ..., at:]
+        fused.momentum_steps(made, size, 5, "muon", done)(0)
+        grads = fused.StepGradients(reads[None, ..., at:], last[None], weights[:, at:])
+        outs = pulled[..., at:], *sums[:, None]
+        fused.momentum_steps_backward(made, size, 5, "muon", done, grads, *outs)(0)
         return [out, pulled, sums]
 
     together, alone = evaluate(slice(0, 3)), [evaluate(slice(n, n + 1)) for n in range(3)]
@@ -175,11 +177,11 @@ def test_matrices_of_one_size_in_one_launch():
 
 
 def test_no_stride_points():
-    u, x = normal(2, 4, 16), normal(2, 4, 24)
-    out = torch.empty(2, 0, 16, 24)
-    share, kept = torch.empty(2, 0, 4), torch.empty(2, 0)
-    made = fused.Momenta(normal(2, 16, 24), ((u, x),), (0,), share, kept)
-    fused.momentum_steps(made, 16 * 24, 5, "muon", out)
+    u, x = normal(1, 2, 4, 16), normal(1, 2, 4, 24)
+    out = torch.empty(1, 2, 0, 16, 24)
+    share, kept = torch.empty(1, 2, 0, 4), torch.empty(1, 2, 0)
+    made = fused.Momenta(normal(1, 2, 16, 24), ((u, x),), (0,), share, kept)
+    fused.momentum_steps(made, 16 * 24, 5, "muon", out)(0)
 
 
 def test_every_compilation_names_its_arguments():

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import NUMBER, Repeated, launch, processors
+from atlas_lm.ops.triton.launch import NUMBER, Each, Repeated, processors
 from atlas_lm.ops.triton.muon_kernels import (
     advance_kernel,
     branch_kernel,
@@ -57,16 +57,15 @@ def same_size(sizes: Sizes) -> list[tuple[slice, tuple[int, ...]]]:
     return [(run, tuple(at - begins[run.start] for at in begins[run])) for run in alike]
 
 
-def from_place(x: Tensor, sizes: Sizes) -> list[tuple[Tensor, ...]]:
-    """Of every piece, x `[n ... size]` from the first element of each matrix on."""
-    return list(zip(*(x[..., at:].unbind(0) for at in places(sizes)), strict=True))
+def from_place(x: Tensor, sizes: Sizes) -> list[Tensor]:
+    """x `[... size]` from the first element of each matrix on."""
+    return [x[..., at:] for at in places(sizes)]
 
 
 class Segment:
     """Pieces written one after the other, and everything that the way back needs of them.
 
-    Unless `keep`, the float32 state has one place, where it stays in the cache. Tensors are taken
-    apart piece by piece once: a slice costs the host as much as a launch.
+    Unless `keep`, the float32 state has one place, where it stays in the cache.
     """
 
     def __init__(
@@ -77,24 +76,18 @@ class Segment:
         self.constants, self.count = constants(plan, k), count
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
-        self.stepped = steps is not None
         self.all_terms = k.new_empty(count, z, s.terms, s.size) if steps is None else steps
         rooms = torch.empty(2, count + 1 if keep else 1, z, s.size, device=k.device)
         self.all_weights, self.all_momenta = rooms.expand(-1, count + 1, -1, -1)
-        self.states, self.weights = self.all_states.unbind(0), self.all_weights.unbind(0)
-        self.momenta, self.terms = self.all_momenta.unbind(0), self.all_terms.unbind(0)
         self.all_factors = Factors.room(count, plan, k)
-        self.factors = [
-            Factors(*x) for x in zip(*(f.unbind(0) for f in self.all_factors), strict=True)
-        ]
         phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
-        self.phi, self.mixed = phi.unbind(0), mixed.pieces(count)
-        own = plan.own and part.start == 0
-        at = anchor if own else self.all_states
-        self.make_factors = self._make_factors(k[part], v[part], at, phi)
-        self.groups = same_size(s)
-        self.steps_to = from_place(self.all_terms, s)
-        self.sources = self._sources(from_place(self.all_momenta[:-1], s), mixed)
+        anchors = anchor if plan.own and part.start == 0 else self.all_states
+        self.momenta = self._momenta(phi, mixed)
+        self.launches = [
+            *self._make_factors(k[part], v[part], anchors, phi),
+            *(self._make_steps() if steps is None else ()),
+            self._advance(phi, mixed),
+        ]
 
     def _make_factors(self, k: Tensor, v: Tensor, anchor: Tensor, phi: Tensor) -> list[Repeated]:
         """What is launched for the factors of a piece's pairs, one after the other."""
@@ -116,24 +109,41 @@ class Segment:
             return [hidden, branch, factors]
         return [factors] if s.features == s.d_k else [branch, factors]
 
-    def _sources(self, entering: list[tuple[Tensor, ...]], mixed: Mixed) -> list[list[Momenta]]:
-        """Of each piece, for matrices of one size at a time: what their momenta are made of."""
-        m = self.plan.sizes.terms
+    def _momenta(self, phi: Tensor, mixed: Mixed) -> list[Momenta]:
+        """For matrices of one size at a time: what their momenta are made of."""
+        s, f = self.plan.sizes, self.all_factors
         assert mixed.push is not None
         assert mixed.push_kept is not None
-        shares = mixed.push[:, :, :m].contiguous().unbind(0)
-        kept = mixed.push_kept[:, :, :m].contiguous().unbind(0)
-        made = []
-        for n, (f, phi) in enumerate(zip(self.factors, self.phi, strict=True)):
-            deep = (f.u1, f.h), (f.u2, phi), (f.u3, phi)
-            pairs = ((f.u1, phi),) if self.plan.sizes.network == 0 else deep
-            made.append(
-                [
-                    Momenta(entering[n][group.start], pairs[group], begins, shares[n], kept[n])
-                    for group, begins in self.groups
-                ]
+        share, kept = (x[:, :, : s.terms].contiguous() for x in (mixed.push, mixed.push_kept))
+        deep = (f.u1, f.h), (f.u2, phi), (f.u3, phi)
+        pairs = ((f.u1, phi),) if s.network == 0 else deep
+        entering = from_place(self.all_momenta[:-1], s)
+        return [
+            Momenta(entering[group.start], pairs[group], begins, share, kept)
+            for group, begins in same_size(s)
+        ]
+
+    def _make_steps(self) -> list[Callable[[int], None]]:
+        """Newton-Schulz at the stride points of a piece, from the pairs' factors."""
+        plan, places = self.plan, from_place(self.all_terms, self.plan.sizes)
+        return [
+            momentum_steps(
+                momenta, plan.sizes.size, plan.steps, plan.coefficients, places[group.start]
             )
-        return made
+            for momenta, (group, _) in zip(self.momenta, same_size(plan.sizes), strict=True)
+        ]
+
+    def _advance(self, phi: Tensor, mixed: Mixed) -> Repeated:
+        """From the state before a piece to the state after it."""
+        s, (weights, momenta) = self.plan.sizes, (self.all_weights, self.all_momenta)
+        blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
+        gates = mixed.kept, mixed.steps, mixed.push_kept, mixed.push
+        after = weights[1:], momenta[1:], self.all_states[1:]
+        return Repeated(
+            advance_kernel, (self.plan.rows_and_heads, blocks),
+            *map(Each, (weights, momenta, self.all_terms, *after, *self.all_factors, phi, *gates)),
+            **self.constants,
+        )  # fmt: skip
 
     def stood(self) -> Stood:
         return Stood(self.all_states, self.all_weights, self.all_momenta, self.all_factors)
@@ -143,26 +153,8 @@ class Segment:
 
     def write(self, n: int) -> None:
         """Piece n, from the state before it to the state after it."""
-        s, z = self.plan.sizes, self.plan.rows_and_heads
-        factors, here = self.factors[n], self.mixed[n]
-        for repeated in self.make_factors:
-            repeated(n)
-        if not self.stepped:
-            self.step(n)
-        blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
-        launch(
-            advance_kernel, (z, blocks),
-            self.weights[n], self.momenta[n], self.terms[n], self.weights[n + 1],
-            self.momenta[n + 1], self.states[n + 1], *factors, self.phi[n], here.kept, here.steps,
-            here.push_kept, here.push, **self.constants,
-        )  # fmt: skip
-
-    def step(self, n: int) -> None:
-        """Newton-Schulz at the stride points of piece n, from the pairs' factors."""
-        plan = self.plan
-        for momenta, (group, _) in zip(self.sources[n], self.groups, strict=True):
-            out = self.steps_to[n][group.start]
-            momentum_steps(momenta, plan.sizes.size, plan.steps, plan.coefficients, out)
+        for each in self.launches:
+            each(n)
 
     def settle(self, n: int, anchors: Tensor, initial: Tensor) -> None:
         """Before the piece after n: begin documents, keep anchors."""
@@ -171,11 +163,11 @@ class Segment:
             return
         marks = self.plan.marks[number][:, None]
         fresh, keep = (marks & 1) != 0, (marks & 2) != 0
-        weights = self.weights[n + 1]
+        weights = self.all_weights[n + 1]
         start = initial.repeat(len(weights) // len(initial), 1)
         weights.copy_(torch.where(fresh, start, weights))
-        self.states[n + 1].copy_(weights)
-        self.momenta[n + 1].masked_fill_(fresh, 0.0)
+        self.all_states[n + 1].copy_(weights)
+        self.all_momenta[n + 1].masked_fill_(fresh, 0.0)
         anchors.copy_(torch.where(keep, weights, anchors))
 
 
@@ -190,16 +182,16 @@ def written_segment(
     weights, momentum, anchors = carry
     segment = Segment(plan, k, v, mixed, tables, part, anchor, keep, steps)
     for room, first in (
-        (segment.states, weights),
-        (segment.weights, weights),
-        (segment.momenta, momentum),
+        (segment.all_states, weights),
+        (segment.all_weights, weights),
+        (segment.all_momenta, momentum),
     ):
         room[0].copy_(first)
     for n in range(segment.count):
         segment.write(n)
         segment.settle(n, anchors, initial)
-    weights.copy_(segment.weights[-1])
-    momentum.copy_(segment.momenta[-1])
+    weights.copy_(segment.all_weights[-1])
+    momentum.copy_(segment.all_momenta[-1])
     return segment
 
 
@@ -225,32 +217,30 @@ class MuonBackward(Backward):
         of_steps = torch.empty(count, 2, len(places(s)), z, s.terms, device=self.k.device)
         assert here.push is not None
         back = WriteGradients(self, part, here, here.push, segment.stood(), found, self.pushes)
-        step_back = self._steps_backward(segment, here, found, of_steps)
+        steps_back = self._steps_backward(segment, here, found, of_steps)
         for n in reversed(range(count)):
-            step_back(n)
-            back(n)
+            for each in (*steps_back, back):
+                each(n)
         self._leave(part, back.sums(), of_steps)
 
     def _steps_backward(
         self, segment: Segment, here: Mixed, found: ReadGradients, of_steps: Tensor
-    ) -> Callable[[int], None]:
+    ) -> list[Callable[[int], None]]:
         """From the gradients of weights and steps of a piece to those of its momenta."""
-        s = self.plan.sizes
+        plan, s = self.plan, self.plan.sizes
         assert here.steps is not None
-        pushed = from_place(self.pushes[None], s)[0]
-        g_weights = from_place(self.g_weights[None], s)[0]
-        reads, last = from_place(found.terms, s), here.steps[:, :, -1].contiguous().unbind(0)
-
-        def step_back(n: int) -> None:
-            for momenta, (group, _) in zip(segment.sources[n], segment.groups, strict=True):
-                grads = StepGradients(reads[n][group.start], last[n], g_weights[group.start])
-                out = pushed[group.start], of_steps[n, 0, group], of_steps[n, 1, group]
-                made = segment.steps_to[n][group.start]
-                momentum_steps_backward(
-                    momenta, s.size, self.plan.steps, self.plan.coefficients, made, grads, *out
-                )
-
-        return step_back
+        made, reads, pushed, weights = (
+            from_place(x, s) for x in (segment.all_terms, found.terms, self.pushes, self.g_weights)
+        )
+        last = here.steps[:, :, -1].contiguous()
+        return [
+            momentum_steps_backward(
+                momenta, s.size, plan.steps, plan.coefficients, made[group.start],
+                StepGradients(reads[group.start], last, weights[group.start]),
+                pushed[group.start], of_steps[:, 0, group], of_steps[:, 1, group],
+            )
+            for momenta, (group, _) in zip(segment.momenta, same_size(s), strict=True)
+        ]  # fmt: skip
 
     def _leave(self, part: slice, sums: Sums, of_steps: Tensor) -> None:
         """What the pieces left, to where it belongs."""

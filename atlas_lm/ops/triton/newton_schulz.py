@@ -7,6 +7,7 @@ Gradients are exact; iterates are computed again in the backward pass, nothing i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from atlas_lm.ops import newton_schulz as plain
 from atlas_lm.ops.kernels import MOST_ITERATIONS, on_chip
 from atlas_lm.ops.precision import product_for, state_dtype
 from atlas_lm.ops.triton import newton_schulz_kernels as kernels
-from atlas_lm.ops.triton.launch import launch, processors
+from atlas_lm.ops.triton.launch import Each, Repeated, processors
 from atlas_lm.shapes import Product
 
 REGISTERS = 2**16
@@ -44,42 +45,50 @@ def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: str = "muon") ->
 
 
 class Momenta(NamedTuple):
-    """What the momenta at the stride points of a piece are made of, for matrices of one size.
+    """What the momenta at the stride points of n pieces are made of, for matrices of one size.
 
-    S_s = kept_s S + sum_i share_si u_i x_i^T for z memories and m stride points.
+    S_s = kept_s S + sum_i share_si u_i x_i^T for z memories and m stride points of a piece.
     """
 
     entering: Tensor
-    """S, float32, `[z size]` from the first element of the first matrix on."""
+    """S, float32, `[n z size]` from the first element of the first matrix on."""
     factors: tuple[tuple[Tensor, Tensor], ...]
-    """u `[z p r]` and x `[z p c]` of each matrix, in the type of the products."""
+    """u `[n z p r]` and x `[n z p c]` of each matrix, in the type of the products."""
     places: tuple[int, ...]
     """Where each matrix begins, counted from the first."""
     share: Tensor
-    """`[z m p]`, float32."""
+    """`[n z m p]`, float32."""
     kept: Tensor
-    """`[z m]`, float32."""
+    """`[n z m]`, float32."""
 
 
-def momentum_steps(momenta: Momenta, size: int, steps: int, coefficients: str, out: Tensor) -> None:
-    """NS(S_s) `[r c]` of every stride point into out, `[z m size]` from the first matrix on."""
+def momentum_steps(
+    momenta: Momenta, size: int, steps: int, coefficients: str, out: Tensor
+) -> Callable[[int], None]:
+    """Called with n: NS(S_s) `[r c]` of every stride point of piece n into out, `[n z m size]` from
+    the first matrix on."""
     kept = momenta.kept
-    if kept.numel():
-        factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
-        launch(
-            kernels.momentum_forward, (kept.numel() * len(momenta.places),), momenta.entering,
-            *factors, momenta.share, kept, out, kept.shape[1],
-            warps=warps, registers=_registers(constants), **constants,
-        )  # fmt: skip
+    if not kept.numel():
+        return no_steps
+    factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
+    return Repeated(
+        kernels.momentum_forward, (kept[0].numel() * len(momenta.places),),
+        Each(momenta.entering), *map(Each, (*factors, momenta.share, kept, out)), kept.shape[-1],
+        warps=warps, registers=_registers(constants), **constants,
+    )  # fmt: skip
+
+
+def no_steps(_: int) -> None:
+    """A piece without a stride point."""
 
 
 class StepGradients(NamedTuple):
     """Gradients of the steps, each `[.. size]` from the first matrix on."""
 
     reads: Tensor
-    """`[z m size]`, like u: what reading gives every step."""
+    """`[n z m size]`, like u: what reading gives every step."""
     last: Tensor
-    """`[z m]`: how much of each step is in the last weights."""
+    """`[n z m]`: how much of each step is in the last weights."""
     weights: Tensor
     """`[z size]`, float32: of the last weights."""
 
@@ -94,24 +103,25 @@ def momentum_steps_backward(
     out_grad_momentum: Tensor,
     out_grad_last: Tensor,
     out_grad_kept: Tensor,
-) -> None:
-    """Gradients of the momenta, `[z m+1 size]` like u (the last left as it is), of last and kept,
-    by each of the matrices, `[matrices z m]`.
+) -> Callable[[int], None]:
+    """Called with n: gradients of the momenta of piece n, `[z m+1 size]` like u (the last left as
+    it is), of last and kept, by each of the matrices, `[n matrices z m]`.
 
     `made` is what `momentum_steps` gave. The gradient of a step is reads + last * weights.
     """
     kept = momenta.kept
-    if kept.numel():
-        factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
-        count, registers = kept.numel(), _registers(constants)
-        programs = _programs(count * len(momenta.places), kept.device, warps, registers)
-        scratch = _scratch(programs, factors[0], constants)
-        launch(
-            kernels.momentum_backward, (programs,), momenta.entering, *factors, momenta.share,
-            kept, made, grads.reads, grads.last, grads.weights, out_grad_momentum, out_grad_last,
-            out_grad_kept, scratch, kept.shape[1], count,
-            warps=warps, registers=registers, ROOM=_room(constants), **constants,
-        )  # fmt: skip
+    if not kept.numel():
+        return no_steps
+    factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
+    count, registers = kept[0].numel(), _registers(constants)
+    programs = _programs(count * len(momenta.places), kept.device, warps, registers)
+    scratch = _scratch(programs, factors[0], constants)
+    return Repeated(
+        kernels.momentum_backward, (programs,), Each(momenta.entering),
+        *map(Each, (*factors, momenta.share, kept, made, grads.reads, grads.last)), grads.weights,
+        out_grad_momentum, Each(out_grad_last), Each(out_grad_kept), scratch, kept.shape[-1], count,
+        warps=warps, registers=registers, ROOM=_room(constants), **constants,
+    )  # fmt: skip
 
 
 class _NewtonSchulz(torch.autograd.Function):
@@ -216,7 +226,7 @@ def _of_momenta(momenta: Momenta, size: int, schedule: Schedule):
     factors = [side for pair in (*ordered, *ordered[:1] * (3 - len(ordered))) for side in pair]
     u = momenta.factors[0][0]
     constants, warps = _momentum_constants(
-        shapes, momenta.places, size, u.shape[1], u.dtype, schedule
+        shapes, momenta.places, size, u.shape[-2], u.dtype, schedule
     )
     return factors, constants, warps
 

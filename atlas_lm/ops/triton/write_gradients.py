@@ -61,6 +61,7 @@ class WriteGradients:
         do = k.new_empty(z, s.pairs, s.d_v)
         f, d, tables = stood.factors, found.factors, (t.left, t.right, t.scale)
         options = constants(plan, k) | {"S": s._replace(heads=0)}
+        narrow = options | {"S": in_narrow_tiles(options["S"])}
         self.launches = [
             Repeated(
                 pull_kernel, (z * s.team, 2 if s.tail else 1),
@@ -81,7 +82,7 @@ class WriteGradients:
                 stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
                 back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, known,
                 self.dk, dv, self.d_pulls, self.d_last, back.d_degrees_write,
-                NUMBER, count, z, s.heads, OWN=own, **options | {"S": in_narrow_tiles(options["S"])},
+                NUMBER, count, z, s.heads, OWN=own, **narrow,
             )
         )  # fmt: skip
 

@@ -233,8 +233,8 @@ def keys_of_matrix(
 
 @triton.jit
 def settle_first_matrix(
-    dz, dz_past, u, u_past, k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls,
-    weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+    dz, dz_past, u, u_past, k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes,
+    pulls, weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
     grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2, mine, past, outs,
     left, right, scale, HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
