@@ -20,9 +20,9 @@ from atlas_lm.ops.triton.reads import (
     constants,
     either,
 )
-from atlas_lm.ops.triton.resident import prepare_kernel, resident_kernel
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
 from atlas_lm.ops.triton.writing import write_kernel
+from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
 
 
 class Segment(NamedTuple):

@@ -39,10 +39,10 @@ from atlas_lm.ops.triton.reading_backward import (
 )
 from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
 from atlas_lm.ops.triton.reads import inputs_registers, takes_wgmma
-from atlas_lm.ops.triton.resident import prepare_kernel, resident_kernel
 from atlas_lm.ops.triton.sizes import LINEAR, Sizes, by_blocks, in_narrow_tiles
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
+from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
 from atlas_lm.rules import RULES, Rule
 
 KIB = 1024
@@ -149,7 +149,8 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     reads += [read_pairs_backward_kernel] * sizes.written
     every = (*writes, *reads, pull_kernel, error_kernel, settle_kernel)
     blocks = by_blocks(sizes, 128, 132)
-    sized = dict.fromkeys(BY_BLOCKS, blocks) | {settle_kernel: in_narrow_tiles(blocks)}
+    sized: dict[Any, Sizes] = dict.fromkeys(BY_BLOCKS, blocks)
+    sized[settle_kernel] = in_narrow_tiles(blocks)
     return [
         memory_kernel(name, fn, sized.get(fn, sizes))
         for fn in every

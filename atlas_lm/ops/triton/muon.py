@@ -137,7 +137,7 @@ class Segment:
         """From the state before a piece to the state after it."""
         s, (weights, momenta) = self.plan.sizes, (self.all_weights, self.all_momenta)
         blocks = 1 if s.network == 0 else triton.cdiv(s.hidden, s.block_f)
-        gates = mixed.kept, mixed.steps, mixed.push_kept, mixed.push
+        gates = (x for x in (mixed.kept, mixed.steps, mixed.push_kept, mixed.push) if x is not None)
         after = weights[1:], momenta[1:], self.all_states[1:]
         return Repeated(
             advance_kernel, (self.plan.rows_and_heads, blocks),

@@ -49,15 +49,16 @@ class WriteGradients:
         """`pulls` `[n z j p]`: weights of the pairs in what `pushes` are the gradients of."""
         plan, t, (count, z, *_) = back.plan, back.tables, pulls.shape
         s = by_blocks(plan.sizes, z, processors(pulls.device))
-        k, v, dv, wide = back.k[part], back.v[part], back.dv[part], {"device": pulls.device}
+        k, v, dv, device = back.k[part], back.v[part], back.dv[part], pulls.device
         own = plan.own and part.start == 0
         anchor = back.anchor if own else stood.states
         matrices = s.network + 1
-        self.reads_dk, self.dk = found.dk, torch.empty(s.team * max(1, s.network), *k.shape, **wide)
-        self.d_pulls = torch.empty(s.team * matrices, *pulls.shape, **wide)
-        self.d_last = torch.empty(s.team * matrices, count, z, 3, **wide)
+        self.reads_dk = found.dk
+        self.dk = torch.empty(s.team * max(1, s.network), *k.shape, device=device)
+        self.d_pulls = torch.empty(s.team * matrices, *pulls.shape, device=device)
+        self.d_last = torch.empty(s.team * matrices, count, z, 3, device=device)
         known = k.new_empty(z, 6 * s.pairs * s.hidden)
-        parts = torch.empty(z, s.team * 2 * s.pairs * s.d_v, **wide)
+        parts = torch.empty(z, s.team * 2 * s.pairs * s.d_v, device=device)
         do = k.new_empty(z, s.pairs, s.d_v)
         f, d, tables = stood.factors, found.factors, (t.left, t.right, t.scale)
         options = constants(plan, k) | {"S": s._replace(heads=0)}
