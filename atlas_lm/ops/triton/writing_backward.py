@@ -408,6 +408,45 @@ def settle_linear(
     )  # fmt: skip
 
 
+@triton.jit
+def settle_block(
+    k, anchor, u1, h, u2, u3, d_u1, do, known, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
+    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
+    kept, carried, push_kept, fresh, keep, mine, past, left, right, scale, member, matrix,
+    OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A member's block of one matrix."""
+    F: tl.constexpr = S.block_share
+    outs = member * F + tl.arange(0, F)
+    if S.network == 0:
+        settle_linear(
+            k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
+            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+            d_anchor, kept, carried, push_kept, fresh, keep, mine, past, outs,
+            left, right, scale, OWN, S, DOT,
+        )  # fmt: skip
+    elif matrix == 0:
+        settle_second_matrix(
+            u1, h, do, known, g_weights, g_momentum, g_initial, g_anchors, pushes,
+            weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept,
+            fresh, keep, d_last, mine, past, member, OWN, S, DOT,
+        )  # fmt: skip
+    elif matrix == 1:
+        settle_first_layer(
+            k, anchor, u2, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+            d_anchor, kept, carried, push_kept, fresh, keep, mine, past, outs,
+            left, right, scale, 1, OWN, S, DOT,
+        )  # fmt: skip
+    elif S.network == 2:
+        settle_first_layer(
+            k, anchor, u3, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+            d_anchor, kept, carried, push_kept, fresh, keep, mine, past, outs,
+            left, right, scale, 2, OWN, S, DOT,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
 def settle_kernel(
     k, kept, carried, push_kept, pulls, marks, anchor, d_anchor, weights, momenta, u1, h, u2, u3,
@@ -442,7 +481,6 @@ def settle_kernel(
     scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
-    F: tl.constexpr = S.block_share
     LAST: tl.constexpr = S.length - 1
     keep, carry = tl.load(kept + at * S.length + LAST), 1.0
     if S.written and S.terms > 0:
@@ -450,31 +488,9 @@ def settle_kernel(
     push_kept += at * (1 if S.written else S.pulls)
     mark = tl.load(marks + at)
     mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
-    outs = member * F + tl.arange(0, F)
-    if S.network == 0:
-        settle_linear(
-            k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
-            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
-            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
-            left, right, scale, OWN, S, DOT,
-        )  # fmt: skip
-    elif matrix == 0:
-        settle_second_matrix(
-            u1, h + deep, do, known, g_weights, g_momentum, g_initial, g_anchors, pushes,
-            weights, momenta, d_state, d_entered, d_anchor, keep, carry, push_kept,
-            mark & 1, mark & 2, d_last, mine, past, member, OWN, S, DOT,
-        )  # fmt: skip
-    elif matrix == 1:
-        settle_first_layer(
-            k, anchor, u2 + deep, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
-            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
-            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
-            left, right, scale, 1, OWN, S, DOT,
-        )  # fmt: skip
-    elif S.network == 2:
-        settle_first_layer(
-            k, anchor, u3 + deep, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
-            g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
-            d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past, outs,
-            left, right, scale, 2, OWN, S, DOT,
-        )  # fmt: skip
+    settle_block(
+        k, anchor, u1, h + deep, u2 + deep, u3 + deep, d_u1, do, known, pushes, pulls, dk, dv,
+        d_pulls, d_degrees, d_last, g_weights, g_momentum, g_initial, g_anchors, weights, momenta,
+        d_state, d_entered, d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past,
+        left, right, scale, member, matrix, OWN, S, DOT,
+    )  # fmt: skip
