@@ -118,7 +118,7 @@ ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entere
 ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "u", "d_u", "dz", "dz3", "of_branch", "own", "back"}
 ROUNDED |= {"hidden", "anchor", "phi", "do", "known"}
 """Tensors in the dtype of the inputs."""
-COUNTS = {"piece", "pieces", "marked", "rows_and_heads", "heads", "blocks", "meeting"}
+COUNTS = {"piece", "pieces", "marked", "rows_and_heads", "heads"}
 
 
 @cache
@@ -167,8 +167,7 @@ def additive_kernels(sizes: Sizes) -> tuple[Any, ...]:
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
-    block = min(1024, triton.next_power_of_2(sizes.size))
-    constants = {"OWN": False, "KEEP": True, "BLOCK": block, "S": sizes, "DOT": tl.bfloat16}
+    constants = {"OWN": False, "KEEP": True, "S": sizes, "DOT": tl.bfloat16}
     constants = {n: value for n, value in constants.items() if n in fn.arg_names}
 
     def kind(argument: str) -> str:

@@ -84,7 +84,8 @@ class Plan:
         s, count = self.sizes, self.marks.shape[0]
         matrices = 2 * s.size * (1 + s.terms)
         factors = 2 * s.pairs * (s.d_v + s.d_k + 3 * s.hidden)
-        size = max(1, ROOM // (self.rows_and_heads * (matrices + factors) * dtype.itemsize))
+        sums = 8 * s.pulls * s.pairs
+        size = max(1, ROOM // (self.rows_and_heads * (matrices + factors + sums) * dtype.itemsize))
         first = 1 if self.own else 0
         parts = [slice(0, 1)] if self.own else []
         return parts + [slice(a, min(a + size, count)) for a in range(first, count, size)]

@@ -26,18 +26,6 @@ def put(base, value, rows, columns, height, width):
 
 
 @triton.jit
-def through_memory(base, value, rows, columns, height, width):
-    """Write a tile and read it again, rounded to what `base` holds.
-
-    Where the result of a product goes into another one, Triton puts all warps along its rows: of
-    64 rows and 8 warps, half do again what the others do. Through memory it is no such chain.
-    """
-    put(base, value, rows, columns, height, width)
-    tl.debug_barrier()
-    return tile(base, rows, columns, height, width)
-
-
-@triton.jit
 def monomials(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr, D: tl.constexpr):
     """Of features `columns`: which numbers of a key they multiply, their weight, both factors."""
     here = columns < D

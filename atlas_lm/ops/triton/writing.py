@@ -26,7 +26,8 @@ def write_tile(
 ):  # fmt: skip
     """A tile `[outs, ins]` of a matrix after a piece: what is kept, and the sums over the pairs.
 
-    Written for the next piece, `on` places on; if that begins a document (fresh) it starts anew.
+    Written for the next piece, weights `on` places on; if that begins a document (fresh) it starts
+    anew.
     `states`, `entered`: weights and momentum rounded, `ahead` places on; `anchors`: where to keep
     the weights a chunk left open began with.
     """
@@ -186,7 +187,8 @@ def write_kernel(
 
     `room`, `arrived`: where a team meets.
 
-    KEEP: each of them, else only the last, in one place; the rounded ones are kept always.
+    KEEP: all weights, else only the last, in one place, as the momentum always; the rounded ones
+    are kept.
     `own_anchor`: used for the first piece if OWN. `marked`: pieces of which the marks are known,
     those of later calls too.
     """
