@@ -17,6 +17,7 @@ from atlas_lm.shapes import Weights
 
 NETWORKS = {"linear": 0, "mlp": 1, "gated_mlp": 2}
 OBJECTIVES = {"l2": 0, "dot": 1}
+FEW = 16
 DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -62,6 +63,7 @@ def sizes_of(
         block_pulls=triton.next_power_of_2(pulls),
         team=team,
         share=share,
+        few=FEW,
         pairs=rule.window - 1 + length,
         size=size,
         resident=not muon

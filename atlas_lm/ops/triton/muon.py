@@ -99,7 +99,7 @@ class Segment:
         options = self.constants | {"S": s._replace(heads=0)}
         hidden = Repeated(hidden_kernel, blocks, k, anchor, f.h, parts, *tables, *number, **options)
         branch = Repeated(
-            branch_kernel, (z, triton.cdiv(s.pairs, 16)),
+            branch_kernel, (z, triton.cdiv(s.pairs, s.few)),
             k, v, t.gain, t.residual, parts, f.u1, phi, *tables, *number, **options,
         )  # fmt: skip
         factors = Repeated(

@@ -71,8 +71,8 @@ def branch_kernel(
     k, v, gain, residual, parts, u1, phi, left, right, scale, piece, rows_and_heads, heads,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """u1 of 16 pairs a program, from the parts of the branch; and their features."""
-    ROWS: tl.constexpr = 16
+    """u1 of few pairs a program, from the parts of the branch; and their features."""
+    ROWS: tl.constexpr = S.few
     V: tl.constexpr = S.block_v
     z = tl.program_id(0).to(tl.int64)
     head, pairs = z % heads, (piece * rows_and_heads + z) * S.pairs

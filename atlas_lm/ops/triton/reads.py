@@ -215,7 +215,7 @@ class Backward:
         self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.d_mixed = mixed.map(torch.empty_like)
         self.d_gain = torch.zeros(count, z, s.d_v, **wide)
-        self.d_gain_write = torch.zeros(z, -(-s.pairs // 16), s.d_v, **wide)
+        self.d_gain_write = torch.zeros(z, -(-s.pairs // s.few), s.d_v, **wide)
         self.d_degrees = torch.zeros(count, z, 8, **wide)
         blocks = by_blocks(s, z, processors(q.device)).team
         self.d_degrees_write = torch.zeros(z, blocks * (s.network + 1), 4, **wide)

@@ -53,6 +53,8 @@ class Sizes(NamedTuple):
     """Programs that share the writing of one memory."""
     share: int
     """Of its hidden layer, or of a linear memory's values: what one of them has."""
+    few: int
+    """Pairs of a program that only adds up what others left."""
     pairs: int
     """Those before the piece and its own. A field: Triton 3.8 makes a plain tuple of constants,
     without properties."""

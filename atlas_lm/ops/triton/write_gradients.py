@@ -10,11 +10,8 @@ from torch import Tensor
 
 from atlas_lm.ops.triton.launch import NUMBER, Repeated, processors
 from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
-from atlas_lm.ops.triton.sizes import by_blocks, in_narrow_tiles
+from atlas_lm.ops.triton.sizes import LINEAR, by_blocks, in_narrow_tiles
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
-
-ROWS = 16
-"""Pairs that a program of `error_kernel` has."""
 
 
 class Stood(NamedTuple):
@@ -63,29 +60,26 @@ class WriteGradients:
         f, d, tables = stood.factors, found.factors, (t.left, t.right, t.scale)
         options = constants(plan, k) | {"S": s._replace(heads=0)}
         narrow = options | {"S": in_narrow_tiles(options["S"])}
-        self.launches = [
-            Repeated(
-                pull_kernel, (z * s.team, 2 if s.tail else 1),
-                k, anchor, f.u1, f.h, *tables, *d, pushes, pulls, self.d_pulls, known, parts,
-                NUMBER, count, z, s.heads, **options,
-            ),
-            Repeated(
-                error_kernel, (z, triton.cdiv(s.pairs, ROWS)),
-                k, v, t.gain, t.residual, parts, do, dv, found.dk, back.d_gain_write,
-                NUMBER, z, s.heads, **options,
-            ),
-        ][: 2 * (s.network != 0)]  # fmt: skip
-        self.launches.append(
-            Repeated(
-                settle_kernel, (z * s.team, matrices),
-                k, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
-                pulls, plan.marks[part], anchor, back.g_anchor if own else back.g_weights,
-                stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
-                back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, known,
-                self.dk, dv, self.d_pulls, self.d_last, back.d_degrees_write,
-                NUMBER, count, z, s.heads, OWN=own, **narrow,
-            )
+        pull = Repeated(
+            pull_kernel, (z * s.team, 2 if s.tail else 1),
+            k, anchor, f.u1, f.h, *tables, *d, pushes, pulls, self.d_pulls, known, parts,
+            NUMBER, count, z, s.heads, **options,
         )  # fmt: skip
+        error = Repeated(
+            error_kernel, (z, triton.cdiv(s.pairs, s.few)),
+            k, v, t.gain, t.residual, parts, do, dv, found.dk, back.d_gain_write,
+            NUMBER, z, s.heads, **options,
+        )  # fmt: skip
+        settle = Repeated(
+            settle_kernel, (z * s.team, matrices),
+            k, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
+            pulls, plan.marks[part], anchor, back.g_anchor if own else back.g_weights,
+            stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
+            back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, known,
+            self.dk, dv, self.d_pulls, self.d_last, back.d_degrees_write,
+            NUMBER, count, z, s.heads, OWN=own, **narrow,
+        )  # fmt: skip
+        self.launches = [settle] if s.network == LINEAR else [pull, error, settle]
 
     def __call__(self, n: int) -> None:
         for repeated in self.launches:

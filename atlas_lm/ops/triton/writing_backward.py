@@ -87,11 +87,11 @@ def error_kernel(
     k, v, gain, residual, parts, do, dv, dk, d_gain, piece, rows_and_heads, heads,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """16 pairs a program. `do`: the gradient of the branch; dk: adds to what reading gave.
+    """Few pairs a program. `do`: the gradient of the branch; dk: adds to what reading gave.
 
     d_gain `[z blocks v]`: adds to what later pieces gave.
     """
-    ROWS: tl.constexpr = 16
+    ROWS: tl.constexpr = S.few
     V: tl.constexpr = S.block_v
     K: tl.constexpr = S.block_k
     z = tl.program_id(0).to(tl.int64)
