@@ -57,7 +57,7 @@ def why_not_rule(rule: Rule) -> str | None:
         return "chunk=1, but for the delta rule on identity features"
     if rule.chunk > LONGEST or rule.window - 1 > LONGEST:
         return f"chunk={rule.chunk}, window={rule.window}: at most {LONGEST} and {LONGEST + 1}"
-    if rule.ns_steps > MOST_ITERATIONS:
+    if rule.optimizer == "muon" and rule.ns_steps > MOST_ITERATIONS:
         return f"ns_steps={rule.ns_steps}: at most {MOST_ITERATIONS}"
     return None
 
