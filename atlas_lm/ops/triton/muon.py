@@ -125,10 +125,10 @@ class Segment:
 
     def _make_steps(self) -> list[Callable[[int], None]]:
         """Newton-Schulz at the stride points of a piece, from the pairs' factors."""
-        plan, places = self.plan, from_place(self.all_terms, self.plan.sizes)
+        plan, outs = self.plan, from_place(self.all_terms, self.plan.sizes)
         return [
             momentum_steps(
-                momenta, plan.sizes.size, plan.steps, plan.coefficients, places[group.start]
+                momenta, plan.sizes.size, plan.steps, plan.coefficients, outs[group.start]
             )
             for momenta, (group, _) in zip(self.momenta, same_size(plan.sizes), strict=True)
         ]
@@ -200,6 +200,8 @@ def write(*args) -> Written:
 
 
 class MuonBackward(Backward):
+    pushes: Tensor
+
     def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
         super().begin(g_weights, g_momentum, g_anchors, anchor)
         s = self.plan.sizes

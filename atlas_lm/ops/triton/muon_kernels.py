@@ -13,19 +13,8 @@ from atlas_lm.ops.triton.pairs import (
     hidden_layer,
     linear_factors,
 )
-from atlas_lm.ops.triton.tiles import dot, features, put, tile
+from atlas_lm.ops.triton.tiles import dot, keep_features, put, tile
 from atlas_lm.ops.triton.writing import outer_sum
-
-
-@triton.jit
-def keep_features(k, phi, rows, height, left, right, scale, S: tl.constexpr):
-    """phi of the keys `rows`, written out for the programs that make the steps."""
-    PITCH: tl.constexpr = S.pitch
-    STEP: tl.constexpr = S.block_d
-    for d in range(0, PITCH, STEP):
-        ds = d + tl.arange(0, STEP)
-        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
-        put(phi, f, rows, ds, height, S.pitch)
 
 
 @triton.jit

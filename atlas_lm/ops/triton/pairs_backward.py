@@ -10,8 +10,7 @@ import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_bend, gelu_slope, through_norm
 from atlas_lm.ops.triton.pairs import error_at_branch
-from atlas_lm.ops.triton.reading_backward import only
-from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, put, tile
+from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, only, put, tile
 
 
 @triton.jit
@@ -86,13 +85,11 @@ def to_keys(
     df, f, dk, degrees, k, rows, ds, height, left, right, scale,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of a tile of phi to the keys, and its sums by degree."""
+    """From the gradient of a tile of polynomial features to the keys, and its sums by degree."""
     dk += features_backward(
         df, k, rows, ds, height, left, right, scale, S.d_k, S.features, S.block_k, DOT
     )
-    if S.features != S.d_k:
-        degrees += by_degree(df * f, ds, S.d_k)
-    return dk, degrees
+    return dk, degrees + by_degree(df * f, ds, S.d_k)
 
 
 @triton.jit

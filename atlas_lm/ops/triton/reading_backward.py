@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.reading import alike, of_pairs, pairs_seen, share_tile, step_of
-from atlas_lm.ops.triton.reading_hidden import keep_pairs, kept_pairs, only
-from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, put, tile
+from atlas_lm.ops.triton.reading_hidden import keep_pairs, kept_pairs
+from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, only, put, tile
 
 
 @triton.jit

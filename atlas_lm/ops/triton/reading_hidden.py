@@ -17,13 +17,7 @@ from atlas_lm.ops.triton.reading import (
     share_tile,
     step_of,
 )
-from atlas_lm.ops.triton.tiles import dot, put, tile
-
-
-@triton.jit
-def only(value, column, COUNT: tl.constexpr):
-    """A vector as one column of a matrix of zeros."""
-    return tl.where((tl.arange(0, COUNT) == column)[None, :], value[:, None], 0.0)
+from atlas_lm.ops.triton.tiles import dot, only, put, tile
 
 
 @triton.jit

@@ -217,8 +217,8 @@ class Backward:
         self.d_gain = torch.zeros(count, z, s.d_v, **wide)
         self.d_gain_write = torch.zeros(z, -(-s.pairs // s.few), s.d_v, **wide)
         self.d_degrees = torch.zeros(count, z, 8, **wide)
-        blocks = by_blocks(s, z, processors(q.device)).team
-        self.d_degrees_write = torch.zeros(z, blocks * (s.network + 1), 4, **wide)
+        self.blocks = by_blocks(s, z, processors(q.device))
+        self.d_degrees_write = torch.zeros(z, self.blocks.team * (s.network + 1), 4, **wide)
 
     def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
         """From the gradients of the state at the end."""

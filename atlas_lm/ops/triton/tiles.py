@@ -26,6 +26,12 @@ def put(base, value, rows, columns, height, width):
 
 
 @triton.jit
+def only(value, column, COUNT: tl.constexpr):
+    """A vector as one column of a matrix of zeros."""
+    return tl.where((tl.arange(0, COUNT) == column)[None, :], value[:, None], 0.0)
+
+
+@triton.jit
 def monomials(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr, D: tl.constexpr):
     """Of features `columns`: which numbers of a key they multiply, their weight, both factors."""
     here = columns < D
@@ -53,6 +59,17 @@ def features(keys, rows, columns, height, left, right, scale, D_K: tl.constexpr,
         )
         value = tl.where((rows < height)[:, None], first * second * weight[None, :], 0.0)
     return value
+
+
+@triton.jit
+def keep_features(k, phi, rows, height, left, right, scale, S: tl.constexpr):
+    """phi of the keys `rows`, written out."""
+    PITCH: tl.constexpr = S.pitch
+    STEP: tl.constexpr = S.block_d
+    for d in range(0, PITCH, STEP):
+        ds = d + tl.arange(0, STEP)
+        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+        put(phi, f, rows, ds, height, S.pitch)
 
 
 @triton.jit

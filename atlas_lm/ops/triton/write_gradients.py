@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import NUMBER, Repeated, processors
+from atlas_lm.ops.triton.launch import NUMBER, Repeated
 from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
-from atlas_lm.ops.triton.sizes import LINEAR, by_blocks, in_narrow_tiles
+from atlas_lm.ops.triton.sizes import LINEAR, in_narrow_tiles
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
 
 
@@ -44,8 +44,7 @@ class WriteGradients:
         found: ReadGradients, pushes: Tensor,
     ):  # fmt: skip
         """`pulls` `[n z j p]`: weights of the pairs in what `pushes` are the gradients of."""
-        plan, t, (count, z, *_) = back.plan, back.tables, pulls.shape
-        s = by_blocks(plan.sizes, z, processors(pulls.device))
+        plan, s, t, (count, z, *_) = back.plan, back.blocks, back.tables, pulls.shape
         k, v, dv, device = back.k[part], back.v[part], back.dv[part], pulls.device
         own = plan.own and part.start == 0
         anchor = back.anchor if own else stood.states

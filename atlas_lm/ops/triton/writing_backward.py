@@ -7,9 +7,9 @@
                     after the piece to before it
 
 A program has one block of a memory's hidden layer, or of a linear memory's values, and in the last
-of the three one matrix of it: few registers are enough, and several programs share a processor.
-What they leave for each other is in memory when the next kernel begins. Linear memories need the
-last of the three only.
+of the three one matrix of it: what it works on has room in registers, or nearly. What programs
+leave for each other is in memory when the next kernel begins. Linear memories need the last of the
+three only.
 """
 
 import triton
@@ -235,12 +235,20 @@ def keys_of_matrix(
 def settle_first_matrix(
     dz, dz_past, u, u_past, k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes,
     pulls, weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
-    grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2, mine, past, outs,
-    left, right, scale, HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+    mine, past, outs, left, right, scale,
+    HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `outs` of a matrix on phi, from gradients of what it gave: its tiles and the keys."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
+    K: tl.constexpr = S.block_k
+    PULLS: tl.constexpr = S.block_pulls
+    grad_k = tl.zeros((mine.shape[0], K), tl.float32)
+    grad_past = tl.zeros((past.shape[0], K), tl.float32)
+    grad_pulls = tl.zeros((mine.shape[0], PULLS), tl.float32)
+    past_pulls = tl.zeros((past.shape[0], PULLS), tl.float32)
+    degrees, c0 = tl.zeros((4,), tl.float32), tl.zeros((outs.shape[0],), tl.float32)
+    c1, c2 = c0, c0
     for d in range(0, D, STEP):
         ds = d + tl.arange(0, STEP)
         state = state_tile(
@@ -342,16 +350,11 @@ def settle_on_features(
     `u`: the factor that went with phi; dz: the gradient of what the matrix gave.
     """
     K: tl.constexpr = S.block_k
-    PULLS: tl.constexpr = S.block_pulls
-    c0 = tl.zeros((outs.shape[0],), tl.float32)
-    degrees = tl.zeros((4,), tl.float32)
     grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
         dz, dz_past, tile(u, mine, outs, S.pairs, HEIGHT), tile(u, past, outs, S.tail, HEIGHT),
         k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls, weights, momenta,
         d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
-        tl.zeros((mine.shape[0], K), tl.float32), tl.zeros((past.shape[0], K), tl.float32),
-        tl.zeros((mine.shape[0], PULLS), tl.float32), tl.zeros((past.shape[0], PULLS), tl.float32),
-        degrees, c0, c0, c0, mine, past, outs, left, right, scale, HEIGHT, OWN, S, DOT,
+        mine, past, outs, left, right, scale, HEIGHT, OWN, S, DOT,
     )  # fmt: skip
     ks = tl.arange(0, K)
     leave_pairs(grad_k, grad_past, grad_pulls, past_pulls, dk, d_pulls, mine, past, ks, S)

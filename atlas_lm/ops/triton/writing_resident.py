@@ -11,7 +11,7 @@ import triton.language as tl
 from atlas_lm.ops.triton.branch import gelu, gelu_slope
 from atlas_lm.ops.triton.pairs import gradient_at_branch, rest_of_error
 from atlas_lm.ops.triton.team import arrive, leave_part, sum_of_parts, wait
-from atlas_lm.ops.triton.tiles import dot, features, put, tile
+from atlas_lm.ops.triton.tiles import dot, keep_features, put, tile
 from atlas_lm.ops.triton.writing import last_kept, last_shares
 
 
@@ -28,8 +28,6 @@ def prepare_kernel(
     k, phi, scale = k + pairs * S.d_k, phi + pairs * S.pitch, scale + head * S.features
     v, rest = v + pairs * S.d_v, rest + pairs * S.d_v
     residual += head * S.d_v * S.d_k
-    PITCH: tl.constexpr = S.pitch
-    STEP: tl.constexpr = S.block_d
     PAIRS: tl.constexpr = S.pairs
     ROWS: tl.constexpr = S.block_length
     V: tl.constexpr = S.block_v
@@ -37,10 +35,7 @@ def prepare_kernel(
     for start in range(0, PAIRS, ROWS):
         rows = start + tl.arange(0, ROWS)
         if S.features != S.d_k:
-            for d in range(0, PITCH, STEP):
-                ds = d + tl.arange(0, STEP)
-                f = features(k, rows, ds, S.pairs, left, right, scale, S.d_k, S.features)
-                put(phi, f, rows, ds, S.pairs, S.pitch)
+            keep_features(k, phi, rows, S.pairs, left, right, scale, S)
         if S.d_k != S.d_v:
             e = rest_of_error(k, v, residual, rows, vs, S.pairs, S, DOT)
             put(rest, e, rows, vs, S.pairs, S.d_v)
