@@ -1,12 +1,17 @@
 """The tables of docs/evidence.md: models of equal size, every run planned, and what is kept."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from atlas_lm.sweep.runs import join, reason_of, status_of, write_sweep
+from atlas_lm.train.run_folder import read_config, write_config, write_json
 from benchmarks.evidence.__main__ import main
+from benchmarks.evidence.kept import keep, take_up
 from benchmarks.evidence.lengths import main as lengths
+from benchmarks.evidence.lengths import named
 from benchmarks.evidence.models import equal_to, non_embedding
 from benchmarks.evidence.tables import TABLES, TUNED, Scale
 
@@ -53,6 +58,49 @@ def test_a_table_from_end_to_end(tmp_path, capsys):
     assert str(tmp_path) not in "".join(lines)
     with pytest.raises(ValueError, match="none of the models of recall"):
         main(["recall", "--models", "nobody", *folders])
+
+
+def test_a_machine_that_has_only_the_results_goes_on(tmp_path, capsys):
+    small = ["--dims", "16", "--steps", "2", "--batch", "2", "--tests", "1", "--seeds", "2"]
+    chosen = ["--models", "transformer", "gated_delta_net", "--results", str(tmp_path / "results")]
+    main(["recall", *chosen, *small, "--runs", str(tmp_path / "first")])
+    first = {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()}
+    second = tmp_path / "second"
+    capsys.readouterr()
+    main(["recall", *chosen, *small, "--runs", str(second)])
+    assert "6 runs of" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()} == first
+    assert list((tmp_path / "first").rglob("*.safetensors"))
+    assert not list(second.rglob("*.safetensors"))
+    assert named(second) == {}  # nobody to be asked at other lengths
+    main(["recall", *chosen, *small, "--seeds", "3", "--runs", str(second)])
+    assert len(list(second.rglob("*.safetensors"))) == 2
+
+
+def test_what_diverged_is_not_tried_again_and_texts_may_lie_elsewhere(tmp_path):
+    run = TABLES["language"].runs(Scale(data=Path("/one/books"), models=("swa",)))[0]
+    broken = replace(run, name="broken", config=replace(run.config, seed=7))
+    half = replace(run, name="half", config=replace(run.config, seed=8))
+    for each in (broken, half):
+        folder = tmp_path / "runs" / each.name
+        write_config(folder, each.config, "language")
+        write_json(folder / "environment.json", {"device": "cpu", "command": "/one/python"})
+    failure = {"reason": "step 3: the loss is not finite", "again": False}
+    write_json(tmp_path / "runs" / "broken" / "failed.json", failure)
+    write_sweep(tmp_path, "language", [broken, half])
+    lines = keep(tmp_path, tmp_path / "results").read_text()
+    assert "/one" not in lines
+    moved = TABLES["language"].runs(Scale(data=Path("/two/books"), models=("swa",)))
+    other = tmp_path / "other"
+    assert take_up(tmp_path / "results", other, "language", moved) == ["broken"]
+    folder = other / "runs" / "broken"
+    assert status_of(folder) == "failed"
+    assert reason_of(folder) == failure
+    config = replace(moved[0].config, seed=7)
+    assert read_config(folder) == config
+    assert [each.name for each in join(other, [replace(moved[0], config=config)])] == ["broken"]
+    assert take_up(tmp_path / "results", other, "language", moved) == []
+    assert take_up(tmp_path, tmp_path / "nothing", "language", moved) == []
 
 
 def test_models_without_a_run_are_not_asked(tmp_path):

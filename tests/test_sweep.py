@@ -21,7 +21,7 @@ from atlas_lm.cli import main
 from atlas_lm.models.costs import Costs, costs
 from atlas_lm.recipes import RECIPES
 from atlas_lm.sweep import figures, runs
-from atlas_lm.sweep.figures import state_panel, swept_panels
+from atlas_lm.sweep.figures import short_first, state_panel, styles_of, swept_panels
 from atlas_lm.sweep.grid import Planned, Value, plan, values_of, with_rule_fields
 from atlas_lm.sweep.runs import join, run_all, status_of, write_sweep
 from atlas_lm.sweep.side_by_side import FAILED, STOPPED, side_by_side
@@ -505,6 +505,9 @@ def test_a_guess_is_at_chance_and_knowing_is_not():
     assert str(estimate([0.2], chance)) == "0.200"
     # seeds that agree by being asked the same questions are not surer of it
     assert estimate([0.14, 0.14, 0.14], chance).at_chance
+    # seeds that differ, though none of them guesses; and where two of three do
+    assert str(estimate([0.9, 0.2, 0.25], chance)) == "0.450 [0.000, 1.000]"
+    assert estimate([0.9, 0.12, 0.13], chance).at_chance
     assert str(estimate([2.0], None)) == "2.000"
     assert estimate([1.0, 1.0], chance)[:3] == (1.0, 1.0, 1.0)
 
@@ -628,6 +631,15 @@ def test_recall_against_bytes():
         "window 16, rule atlas": [4096],
         "window 4, rule [a_b,c] (state grows)": [198],
     }
+
+
+def test_panels_go_from_short_to_long():
+    names = ["accuracy@256-64", "accuracy@64-16", "accuracy@64-4", "accuracy@1024-256"]
+    assert short_first(names) == [names[2], names[1], names[0], names[3]]
+    named = ["accuracy@qa2-64", "accuracy@qa1-32"]
+    assert short_first(named) == named
+    assert short_first(["loss"]) == ["loss"]
+    assert len(set(styles_of(map(str, range(70))).values())) == 70
 
 
 def test_without_matplotlib_tables_are_written_all_the_same(swept, tmp_path, capsys, monkeypatch):

@@ -133,12 +133,13 @@ def _of_first_seed(runs: Sequence[Planned]) -> list[Planned]:
 def write(out: Path, metric: str | None) -> None:
     """Tables and pictures of what a sweep has so far."""
     from atlas_lm.sweep.figures import draw_figures
+    from atlas_lm.sweep.runs import read_sweep
     from atlas_lm.sweep.tables import figures_of, plain_text, shown_table, write_tables
 
     rows = write_tables(out)
     figures = figures_of([run for row in rows for run in row.runs])
     print(plain_text(shown_table(rows, figures)))
-    runs, settings = sum(len(row.runs) for row in rows), len(rows)
+    runs, settings = len(read_sweep(out)), len(rows)
     print(f"{out / 'table.csv'}: {settings} settings; {out / 'sweep.csv'}: {runs} runs")
     metric = _metric(rows, figures, metric)
     if metric is None:

@@ -5,12 +5,13 @@ figure.png         along the first factor, a line for each value of the second, 
 equal_state.png    one point a setting, a panel for every accuracy: what is above at the same place
                    recalls more with as many bytes
 
-A hollow mark is at chance.
+A hollow mark is at chance; dashes are single seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -22,7 +23,10 @@ from atlas_lm.sweep.tables import Row, number_of
 
 CROWDED = 40
 """Letters under an axis that would overlap if they stood upright."""
-COLOURS = ("#2a6f97", "#d1495b", "#2b9348", "#8e5ea2", "#e09f3e", "#00798c", "#5c4742")
+COLOURS = (
+    *("#2a6f97", "#d1495b", "#2b9348", "#8e5ea2", "#e09f3e"),
+    *("#17becf", "#5c4742", "#111111", "#e377c2", "#8a9a1b"),
+)
 MARKS = "os^Dv*P"
 QUIET = "#6c757d"
 ACROSS = 3
@@ -46,6 +50,22 @@ class Panel:
     """Points of a line are."""
 
 
+def styles_of(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a mark for each."""
+    return {
+        label: (COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)])
+        for i, label in enumerate(dict.fromkeys(labels))
+    }
+
+
+def short_first(names: Sequence[str]) -> list[str]:
+    """Accuracies by tokens and pairs, where that is all that they are named by."""
+    tests = {name: name.partition("@")[2] for name in names}
+    if not all(re.fullmatch(r"\d+(-\d+)*", test) for test in tests.values()):
+        return list(names)
+    return sorted(names, key=lambda name: [int(n) for n in tests[name].split("-")])
+
+
 def default_figure(figures: Sequence[str]) -> str:
     """What a sweep is about: accuracy, or where nothing is asked, the loss."""
     return next((name for name in ("accuracy", "loss") if name in figures), figures[0])
@@ -65,7 +85,7 @@ def draw_figures(out: Path, rows: Sequence[Row], figures: Sequence[str], metric:
         return []
     made = [_draw(out / "figure.png", swept_panels(found, metric, tuned_in(out)))]
     judged = [name for name in figures if name.startswith("accuracy@")] or [metric]
-    panels = [panel for name in judged if (panel := state_panel(found, name)).lines]
+    panels = [panel for name in short_first(judged) if (panel := state_panel(found, name)).lines]
     return [*made, _draw(out / "equal_state.png", panels)] if panels else made
 
 
@@ -122,8 +142,7 @@ def _draw(path: Path, panels: Sequence[Panel]) -> Path:
 
     look: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     across, down = min(len(panels), ACROSS), ceil(len(panels) / ACROSS)
-    labels = dict.fromkeys(label for panel in panels for label in panel.lines)
-    styles = {label: (COLOURS[i % 7], MARKS[i // 7 % 7]) for i, label in enumerate(labels)}
+    styles = styles_of(label for panel in panels for label in panel.lines)
     with pyplot.rc_context(look):
         size = (0.8 + 4.2 * across, 0.6 + 3.4 * down)
         figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, sharey=True)
@@ -191,8 +210,18 @@ def _line(
     down = [0 if each.low is None else each.mean - each.low for _, each in found]
     up = [0 if each.high is None else each.high - each.mean for _, each in found]
     style = f"{mark}-" if panel.joined else mark
-    bars = {"yerr": [down, up], "capsize": 3, "lw": 1.4, "ms": 5, "color": colour}
+    bars = {
+        "yerr": [down, up],
+        "capsize": 3,
+        "lw": 1.4,
+        "elinewidth": 0.8,
+        "ms": 5,
+        "color": colour,
+    }
     axis.errorbar(x, means, fmt=style, label=label or None, **bars)
+    seeds = [(x, value) for x, row in points for value in row.values(panel.metric)]
+    if len(seeds) > len(found):
+        axis.plot(*zip(*seeds, strict=True), "_", color=colour, ms=9, mew=1.4, zorder=2)
     hollow = [(x, each.mean) for x, each in found if each.at_chance]
     if hollow:
         axis.plot(*zip(*hollow, strict=True), mark, color=colour, mfc="white", ms=5, zorder=3)

@@ -6,8 +6,9 @@ table.csv, .tex    one row a setting: mean and 95 % interval over its seeds, bes
 equal_state.csv    the same in the order of state bytes, to compare recall at equal size
 
 An interval is Student's; a single seed has none. An accuracy is at chance where chance lies in that
-interval, or in that of so many questions asked once (Wilson's): every seed is asked the same ones,
-so that more seeds do not make it narrower.
+of so many questions asked once (Wilson's): every seed is asked the same ones, so that more seeds do
+not make it narrower. It is, too, where chance lies in Student's, unless by Wilson's every single
+seed is above it: three that differ much are not guessing for that.
 """
 
 from __future__ import annotations
@@ -202,9 +203,9 @@ def estimate(values: Sequence[float], chance: Chance | None = None) -> Estimate:
     if low is not None and high is not None:
         low, high = max(low, 0.0), min(high, 1.0)
     asked = wilson(mean, chance.questions)
-    seen = asked if low is None or high is None else (low, high)
-    at_chance = min(asked[0], seen[0]) <= chance.level
-    return Estimate(mean, low, high, at_chance)
+    each = all(wilson(value, chance.questions)[0] > chance.level for value in values)
+    differ = low is not None and low <= chance.level and not each
+    return Estimate(mean, low, high, asked[0] <= chance.level or differ)
 
 
 # Settings
@@ -234,13 +235,16 @@ class Row:
         found = [run.states[figure] for run in self.finished if figure in run.states]
         return found[0] if found else self.costs.state_bytes if self.costs is not None else None
 
+    def values(self, figure: str) -> list[float]:
+        """Of the seeds that have it."""
+        return [run.figures[figure] for run in self.finished if figure in run.figures]
+
     def estimate(self, figure: str) -> Estimate | None:
         """Of a figure, over the seeds that have it."""
         with_it = [run for run in self.finished if figure in run.figures]
         if not with_it:
             return None
-        chance = with_it[0].chances.get(figure)
-        return estimate([run.figures[figure] for run in with_it], chance)
+        return estimate(self.values(figure), with_it[0].chances.get(figure))
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:

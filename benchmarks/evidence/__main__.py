@@ -3,8 +3,9 @@
     python -m benchmarks.evidence recall --models atlas titans --dims 64 --seconds 540
 
 Runs go on in runs/TABLE when the same command is given again, and after so many seconds what is
-under way is saved. What they have found so far is put into results/TABLE. On a GPU steps are CUDA
-graphs in bfloat16, side by side under NVIDIA's MPS.
+under way is saved. What they have found so far is put into results/TABLE; what is over by
+results/TABLE/runs.jsonl is not run again. On a GPU steps are CUDA graphs in bfloat16, side by side
+under NVIDIA's MPS.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from atlas_lm.cli.sweep import Sweep, SweepRun
 from atlas_lm.sweep.tables import write_tables
 from benchmarks.evidence.command import run
 from benchmarks.evidence.figures import draw
-from benchmarks.evidence.kept import keep
-from benchmarks.evidence.tables import TABLES, TUNED, Scale
+from benchmarks.evidence.kept import keep, take_up, tuned
+from benchmarks.evidence.tables import TABLES, Scale
 from benchmarks.gpu_sharing import share_gpu
 
 
@@ -65,12 +66,13 @@ def main(args: list[str] | None = None) -> None:
     runs = [] if said.tables_only else table.runs(scale)
     if not (runs or said.tables_only):
         raise ValueError(f"--models {' '.join(said.models)}: none of the models of {said.table}")
+    if taken := take_up(results, out, said.table, runs):
+        print(f"{len(taken)} runs of {results} are over, and not run again")
     if said.jobs > 1 and torch.cuda.is_available() and not (said.dry_run or said.tables_only):
         share_gpu()
     how = {"jobs": said.jobs, "seconds": said.seconds, "dry_run": said.dry_run}
-    tuned = TUNED if len({run.settings[TUNED] for run in runs}) > 1 else None
     sweep = Sweep(recipe=said.table, out=out, metric=None, **how)
-    SweepRun(sweep, out, tuple(runs), tuned).run()
+    SweepRun(sweep, out, tuple(runs), tuned(run.settings for run in runs)).run()
     if said.dry_run:
         return
     print(f"{keep(out, results)}: every run, beside tables and pictures")

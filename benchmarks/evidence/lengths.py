@@ -17,7 +17,9 @@ import torch
 
 from atlas_lm.cli.eval import compared
 from atlas_lm.eval.results import RESULTS
+from atlas_lm.models.folder import WEIGHTS
 from atlas_lm.sweep.runs import RUNS, read_sweep, status_of
+from atlas_lm.train.run_folder import MODEL
 from atlas_lm.whole_files import write_whole
 from benchmarks.evidence.command import run
 from benchmarks.gpu_sharing import run_until, share_gpu, show_end
@@ -49,9 +51,15 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
 
 
 def named(folder: Path) -> dict[str, Path]:
-    """Finished runs by their models, or where there are several of one, by their names."""
+    """Finished runs by their models, or where there are several of one, by their names; without
+    those that were made on another machine, and left no weights here."""
     told = read_sweep(folder)
-    done = [name for name in told if status_of(folder / RUNS / name) == "finished"]
+    done = [
+        name
+        for name in told
+        if status_of(folder / RUNS / name) == "finished"
+        and (folder / RUNS / name / MODEL / WEIGHTS).is_file()
+    ]
     models = {name: told[name].settings["model"] for name in done}
     alone = len(set(models.values())) == len(done)
     return {models[name] if alone else name: folder / RUNS / name for name in done}
