@@ -12,7 +12,15 @@ import pytest
 pytest.importorskip("triton")
 
 from atlas_lm.ops import triton as package
-from atlas_lm.ops.triton.catalogue import COUNTS, LIMITS, ROUNDED, compilations, module_of
+from atlas_lm.ops.triton.catalogue import (
+    COUNTS,
+    LIMITS,
+    ROUNDED,
+    compilations,
+    compilations_for,
+    in_gluon,
+    module_of,
+)
 
 CARDS = (80, 89, 90)
 TOO_LARGE: dict[int, set[str]] = {80: set(), 89: set(), 90: set()}
@@ -20,21 +28,21 @@ TOO_LARGE: dict[int, set[str]] = {80: set(), 89: set(), 90: set()}
 
 SCRIPT = """
 import json, sys
-from atlas_lm.ops.triton.catalogue import compilations, compile_for
+from atlas_lm.ops.triton.catalogue import compilations_for, compile_for, module_of
 
-def some(key):
+def some(card, key):
     first = {}
-    for each in compilations():
+    for each in compilations_for(card):
         first.setdefault(key(each), each)
     return first.values()
 
 if sys.argv[1] == "all":
-    work = [(card, each) for card in (80, 89, 90) for each in compilations()]
+    work = [(card, each) for card in (80, 89, 90) for each in compilations_for(card)]
 else:
-    work = [(90, each) for each in some(lambda each: (each.family, each.fn.__name__))]
+    work = [(90, each) for each in some(90, lambda each: (module_of(each.fn), each.fn.__name__))]
     names = " of titans", "resident_kernel of titans, by a team"
-    work += [(90, each) for each in compilations() if each.name.endswith(names)]
-    work += [(card, each) for card in (80, 89) for each in some(lambda each: each.family)]
+    work += [(90, each) for each in compilations_for(90) if each.name.endswith(names)]
+    work += [(card, each) for card in (80, 89) for each in some(card, lambda each: each.family)]
 for card, each in work:
     made = {"card": card, "name": each.name, "family": each.family}
     try:
@@ -81,19 +89,28 @@ def test_each_kernel_compiles_and_fits(tmp_path):
 def test_every_compilation_compiles_and_fits(tmp_path):
     found = compiled("all", tmp_path)
     check(found)
-    assert len(found) == len(CARDS) * len(compilations())
+    assert len(found) == sum(len(compilations_for(card)) for card in CARDS)
 
 
 def families() -> set[str]:
     return {each.family for each in compilations()}
 
 
+def test_what_is_in_gluon_is_for_hopper_alone():
+    there = {each.name for each in compilations() if in_gluon(each.fn)}
+    assert there
+    for card in CARDS:
+        names = {each.name for each in compilations_for(card)}
+        assert there <= names if card == 90 else not there & names
+
+
 def in_triton(function: ast.FunctionDef) -> bool:
-    return any(ast.unparse(d).startswith("triton.jit") for d in function.decorator_list)
+    made = (ast.unparse(decorator) for decorator in function.decorator_list)
+    return any(each.startswith(("triton.jit", "gluon.jit")) for each in made)
 
 
 def test_no_kernel_is_left_out():
-    """A kernel is a function in Triton that no other one calls."""
+    """A kernel is a function in Triton or Gluon that no other one calls."""
     functions, called = set(), set()
     for file in Path(package.__path__[0]).glob("*.py"):
         for node in ast.parse(file.read_text()).body:

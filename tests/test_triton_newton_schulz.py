@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from atlas_lm.ops.kernels import on_chip
 from atlas_lm.ops.newton_schulz import newton_schulz as plain
 from atlas_lm.ops.triton import newton_schulz as fused
+from atlas_lm.ops.triton.launch import Repeated
 
 if not fused.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
@@ -174,6 +175,36 @@ def test_matrices_of_one_size_in_one_launch():
     for n in range(2):
         assert torch.equal(together[n], torch.stack([x[n] for x in alone]).sum(0))
     assert torch.equal(together[2], torch.cat([x[2] for x in alone], 1))
+
+
+def test_hopper_has_a_kernel_of_its_own_for_large_matrices(monkeypatch):
+    """It is given all that it asks for, in its order; smaller ones are given to the other."""
+    monkeypatch.setattr(fused, "on_hopper", lambda device: True)
+
+    def launched(rows: int, columns: int, dtype=torch.bfloat16):
+        entering, u, x = (
+            normal(1, 2, rows * columns),
+            normal(1, 2, 5, rows),
+            normal(1, 2, 5, columns),
+        )
+        share, kept = normal(1, 2, 3, 5), normal(1, 2, 3)
+        made = fused.Momenta(entering, ((u.to(dtype), x.to(dtype)),), (0,), share, kept)
+        out = torch.empty(1, 2, 3, rows * columns)
+        grads = fused.StepGradients(out, kept, entering[0])
+        given = out, grads, torch.empty(2, 4, rows * columns), kept[None], kept[None]
+        found = fused.momentum_steps_backward(made, rows * columns, 5, "muon", *given)
+        assert isinstance(found, Repeated)
+        return found
+
+    own = fused.hopper.momentum_backward
+    for shape in ((64, 256), (256, 64), (61, 200)):
+        repeated = launched(*shape)
+        assert repeated.kernel is own
+        names = own.arg_names[len(repeated.args) :]
+        assert set(repeated.options) == {*names, "warps"}
+        assert own.arg_names[: len(repeated.args)][-2:] == ["points", "count"]
+    for other in (launched(64, 153), launched(64, 64), launched(64, 256, torch.float32)):
+        assert other.kernel is fused.kernels.momentum_backward
 
 
 def test_no_stride_points():

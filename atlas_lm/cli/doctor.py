@@ -184,14 +184,15 @@ def examined(card: Card | None) -> Iterator[Examined]:
     """Every kernel, compiled if there is a card to do it for."""
     from tqdm import tqdm
 
-    from atlas_lm.ops.triton.catalogue import compilations
+    from atlas_lm.ops.triton.catalogue import compilations, compilations_for
 
     if card is None:
         yield from (Examined(each.family, each.name) for each in compilations())
         return
     hidden = not sys.stderr.isatty()
     title = f"sm_{card.capability}"
-    for each in tqdm(compilations(), title, file=sys.stderr, disable=hidden, dynamic_ncols=True):
+    work = compilations_for(card.capability)
+    for each in tqdm(work, title, file=sys.stderr, disable=hidden, dynamic_ncols=True):
         yield _compiled(each, card)
 
 

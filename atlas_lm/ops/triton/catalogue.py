@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from atlas_lm.ops import triton as package
 from atlas_lm.ops.networks import init_memory
@@ -48,6 +49,7 @@ from atlas_lm.rules import RULES, Rule
 KIB = 1024
 LIMITS = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 """Bytes of shared memory that one program may take, by compute capability."""
+HOPPER = 90
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,15 @@ def compilations() -> tuple[Compilation, ...]:
     return tuple(sorted(found, key=lambda each: each.family))
 
 
+def compilations_for(capability: int) -> tuple[Compilation, ...]:
+    """Those for a card of this compute capability: what is in Gluon is laid out for Hopper."""
+    return tuple(each for each in compilations() if capability == HOPPER or not in_gluon(each.fn))
+
+
+def in_gluon(fn: Any) -> bool:
+    return isinstance(fn, GluonJITFunction)
+
+
 def from_list(module: str, listed: dict[str, Any]) -> Compilation:
     """What a module lists, but for how pointers are aligned: all are alike."""
     known = {field.name for field in fields(Compilation)} & listed.keys()
@@ -205,7 +216,8 @@ def compile_for(compilation: Compilation, capability: int) -> Compiled:
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")
     }
-    source = ASTSource(compilation.fn, signature, compilation.constexprs, aligned)
+    language = GluonASTSource if in_gluon(compilation.fn) else ASTSource
+    source = language(compilation.fn, signature, compilation.constexprs, aligned)
     options = {"num_warps": compilation.num_warps}
     if compilation.num_stages is not None:
         options["num_stages"] = compilation.num_stages

@@ -139,6 +139,12 @@ def without_wgmma() -> Iterator[None]:
 
 
 @cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether kernels in Gluon, which lay out registers and shared memory by hand, can run."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 from atlas_lm.ops import newton_schulz as plain
 from atlas_lm.ops.kernels import MOST_ITERATIONS, on_chip
 from atlas_lm.ops.precision import product_for, state_dtype
+from atlas_lm.ops.triton import newton_schulz_hopper as hopper
 from atlas_lm.ops.triton import newton_schulz_kernels as kernels
-from atlas_lm.ops.triton.launch import Each, Repeated, processors
+from atlas_lm.ops.triton.launch import Each, Repeated, on_hopper, processors
 from atlas_lm.shapes import Product
 
 REGISTERS = 2**16
@@ -114,6 +115,13 @@ def momentum_steps_backward(
         return no_steps
     factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
     count, registers = kept[0].numel(), _registers(constants)
+    if _laid_out(constants) and on_hopper(kept.device):
+        return Repeated(
+            hopper.momentum_backward, (count * len(momenta.places),), Each(momenta.entering),
+            *map(Each, (*factors, momenta.share, kept, grads.reads, grads.last)), grads.weights,
+            out_grad_momentum, Each(out_grad_last), Each(out_grad_kept), kept.shape[-1], count,
+            warps=hopper.WARPS, **_taken(hopper.momentum_backward, constants),
+        )  # fmt: skip
     programs = _programs(count * len(momenta.places), kept.device, warps, registers)
     scratch = _scratch(programs, factors[0], constants)
     return Repeated(
@@ -252,6 +260,16 @@ def _momentum_constants(
     return {name: value for name, value in constants.items() if name != "TALL"}, warps
 
 
+def _laid_out(constants: dict) -> bool:
+    """Whether Hopper has a kernel of its own for gradients of matrices of this size."""
+    return constants["BLOCKS"] == ((0, 256),) and constants["DOT"] == tl.bfloat16
+
+
+def _taken(fn: Any, constants: dict) -> dict:
+    """Those that a kernel is compiled for."""
+    return {name: value for name, value in constants.items() if name in fn.arg_names}
+
+
 def _registers(constants: dict) -> int | None:
     """The most a thread may have: with 64 rows, so many that four programs of four warps or two of
     eight have room on a processor."""
@@ -285,31 +303,55 @@ def _compilation(name: str, rows: int, columns: int) -> dict:
 
 def _momentum_compilation(name: str, *shapes: tuple[int, int], pairs: int) -> dict:
     """The same from momenta, for matrices of one size, one after the other in a memory."""
-    rows, columns = shapes[0]
-    places = tuple(rows * columns * n for n in range(len(shapes)))
-    constants, warps = _momentum_constants(
-        shapes, places, rows * columns * len(shapes), pairs, torch.bfloat16, _schedule(5, "muon")
-    )
+    constants, warps = _constants_in_memory(shapes, pairs)
     label = " and ".join(f"{rows}x{columns}" for rows, columns in shapes)
     return _listed(name, f"{label} {pairs} pairs", constants, warps)
+
+
+def _constants_in_memory(shapes: tuple[tuple[int, int], ...], pairs: int):
+    rows, columns = shapes[0]
+    places = tuple(rows * columns * n for n in range(len(shapes)))
+    return _momentum_constants(
+        shapes, places, rows * columns * len(shapes), pairs, torch.bfloat16, _schedule(5, "muon")
+    )
+
+
+def _hopper_compilation(*shapes: tuple[int, int], pairs: int) -> dict:
+    """Of the kernel that is laid out for Hopper."""
+    constants, _ = _constants_in_memory(shapes, pairs)
+    fn = hopper.momentum_backward
+    label = " and ".join(f"{rows}x{columns}" for rows, columns in shapes)
+    return {
+        "name": f"newton_schulz_hopper.{fn.__name__} {label} {pairs} pairs",
+        "fn": fn,
+        "signature": _signature(fn, constants),
+        "constexprs": _taken(fn, constants),
+        "num_warps": hopper.WARPS,
+        "num_stages": 1,
+        "registers": None,
+    }
 
 
 def _listed(name: str, label: str, constants: dict, warps: int) -> dict:
     fn, registers = getattr(kernels, name), _registers(constants)
     if "ROOM" in fn.arg_names:
         constants = constants | {"ROOM": _room(constants)}
-    wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
-    types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(("points", "count"), "i32")
-    types |= dict.fromkeys(wide, "*fp32")
     return {
         "name": f"newton_schulz.{name} {label}",
         "fn": fn,
-        "signature": {argument: types.get(argument, "*bf16") for argument in fn.arg_names},
+        "signature": _signature(fn, constants),
         "constexprs": constants,
         "num_warps": warps,
         "num_stages": 1,
         "registers": registers,
     }
+
+
+def _signature(fn: Any, constants: dict) -> dict[str, str]:
+    wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
+    types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(("points", "count"), "i32")
+    types |= dict.fromkeys(wide, "*fp32")
+    return {argument: types.get(argument, "*bf16") for argument in fn.arg_names}
 
 
 _SIZES = ((64, 64), (64, 256), (256, 64), (64, 153), (32, 32), (16, 64), (128, 128))
@@ -327,5 +369,7 @@ KERNELS = [
         for size in ((64, 64), (64, 153))
         for way in ("forward", "backward")
     ),
+    _hopper_compilation((64, 256), (256, 64), pairs=64),
+    _hopper_compilation((61, 200), pairs=79),
 ]
 """Compilations that need no GPU: triton.compile(ASTSource(fn, signature, constexprs), target)."""
