@@ -49,6 +49,27 @@ def test_pieces_are_addresses(seen):
     ]  # fmt: skip
 
 
+def test_what_is_compiled_already_is_not_looked_up_by_each_piece(seen, monkeypatch):
+    """The pieces of a second segment go the short way from the first on."""
+    long, short = seen
+
+    class Kernel:
+        arg_names = KERNEL.arg_names
+
+    monkeypatch.setattr(launches.triton, "JITFunction", Kernel)
+    kernel, x, pieces = Kernel(), torch.zeros(4), torch.arange(24.0).view(3, 8)
+    made = SimpleNamespace(function="f", packed_metadata="m", run=lambda *a: short.append(a))
+    key = launches.key_of(kernel, -1, 4, None, [torch.float32, torch.float32], [9])
+    monkeypatch.setitem(launches._compiled, key, made)
+    Repeated(kernel, (5,), x, Each(pieces), NUMBER, SIZE=9)(2)
+    assert long == []
+    head = 5, 1, 1, 7, "f", "m", None, None, None
+    assert short == [(*head, x.data_ptr(), pieces[2].data_ptr(), 2, 9)]
+    Repeated(kernel, (5,), x, Each(pieces), NUMBER, SIZE=8)(2)
+    Repeated(kernel, (5,), x, Each(pieces.view(6, 4)[:, 1:]), NUMBER, SIZE=9)(2)
+    assert len(long) == 2, "other constants, and tensors that are not aligned"
+
+
 def test_one_place_for_all_pieces(seen):
     x = torch.zeros(1, 8).expand(3, 8)
     repeated = Repeated(KERNEL, (5,), x, Each(x), NUMBER, SIZE=9)

@@ -51,7 +51,7 @@ def launch(
             options = {"warps": warps, "registers": registers, "wgmma": wgmma}
             return launch(kernel, grid, *args, **options, **constants)
     # a mixture of alignments is rare: then Triton may look at each by itself
-    key = (kernel, device, warps, registers, *types, *values)
+    key = key_of(kernel, device, warps, registers, types, values)
     found = _compiled.get(key) if offset % 16 == 0 else None
     if found is None:
         with nullcontext() if wgmma else without_wgmma():
@@ -63,6 +63,11 @@ def launch(
     else:
         found[(*grid, 1, 1)[:3]](*raw, *values)
     return found
+
+
+def key_of(kernel, device, warps, registers, types, values) -> tuple:
+    """What one compilation differs from another by, where all tensors are aligned."""
+    return (kernel, device, warps, registers, *types, *values)
 
 
 class Each(NamedTuple):
@@ -80,39 +85,63 @@ class Repeated:
     def __init__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any):
         """Among `args`, `NUMBER` stands for n, and `Each(x)` for x[n]."""
         self.kernel, self.grid, self.args, self.options = kernel, (*grid, 1, 1)[:3], args, options
-        self.changing = [(i, x) for i, x in enumerate(args) if x is NUMBER or isinstance(x, Each)]
         self.run: Any = None
 
     def __call__(self, n: int) -> None:
         if self.run is None:
-            self._first(n)
+            self._look_up()
+        if self.run is None:
+            self._long_way(n)
             return
         args = self.fixed
         for i, base, step in self.moving:
             args[i] = base + n * step
         self.run(*args)
 
-    def _first(self, n: int) -> None:
-        given = list(self.args)
-        for i, x in self.changing:
-            given[i] = x.tensor[n] if isinstance(x, Each) else n
-        made = launch(self.kernel, self.grid, *given, **self.options)
-        steps = {i: step_of(x) for i, x in self.changing if isinstance(x, Each)}
-        aligned = all(step % 16 == 0 for step in steps.values())
-        if made is not None and aligned and given[0].get_device() == torch.cuda.current_device():
-            self._fix(made, steps)
+    def _look_up(self) -> None:
+        """What another one of this kind has compiled, if it has: for tensors that are aligned."""
+        if not isinstance(self.kernel, triton.JITFunction):
+            return
+        tensors = [x.tensor if isinstance(x, Each) else x for x in self.args]
+        tensors = [x for x in tensors if isinstance(x, Tensor)]
+        values = [self.options[name] for name in self.kernel.arg_names[len(self.args) :]]
+        how = self.options.get("warps", 4), self.options.get("registers")
+        types = [x.dtype for x in tensors]
+        made = _compiled.get(key_of(self.kernel, tensors[0].get_device(), *how, types, values))
+        if made is not None and not any(x.data_ptr() % 16 for x in tensors):
+            self._fix(made)
 
-    def _fix(self, made: Any, steps: dict[int, int]) -> None:
-        """Go past all that Triton does before a launch. A piece's alignment is the first one's."""
+    def _long_way(self, n: int) -> None:
+        given = list(self.args)
+        for i, x in enumerate(given):
+            if isinstance(x, Each):
+                given[i] = x.tensor[n]
+            elif x is NUMBER:
+                given[i] = n
+        made = launch(self.kernel, self.grid, *given, **self.options)
+        if made is not None:
+            self._fix(made)
+
+    def _fix(self, made: Any) -> None:
+        """Go past all that Triton does before a launch, if tensors are here, and those of all
+        pieces aligned as those of the first are."""
+        raw, steps = list(self.args), {}
+        for i, x in enumerate(self.args):
+            if isinstance(x, Each):
+                raw[i], steps[i] = x.tensor.data_ptr(), step_of(x)
+            elif isinstance(x, Tensor):
+                raw[i] = x.data_ptr()
+            elif x is NUMBER:
+                raw[i], steps[i] = 0, 1
+        aligned = all(step % 16 == 0 for i, step in steps.items() if self.args[i] is not NUMBER)
+        first = self.args[0].tensor if isinstance(self.args[0], Each) else self.args[0]
+        if not aligned or first.get_device() != torch.cuda.current_device():
+            return
         stream = torch.cuda.current_stream().cuda_stream
         head = [*self.grid, stream, made.function, made.packed_metadata, None, None, None]
         names = self.kernel.arg_names[len(self.args) :]
-        raw = [x.data_ptr() if isinstance(x, Tensor) else x for x in self.args]
         self.fixed = [*head, *raw, *(self.options[name] for name in names)]
-        self.moving = [
-            (len(head) + i, *((0, 1) if x is NUMBER else (x.tensor.data_ptr(), steps[i])))
-            for i, x in self.changing
-        ]
+        self.moving = [(len(head) + i, raw[i], step) for i, step in steps.items()]
         self.run = made.run
 
 
