@@ -165,10 +165,11 @@ class Pieces:
         """`[b c-1 h ...], [b t h ...] -> [n b h c-1+l ...]`"""
         if self.straight and self.window == 1:
             return self.split(x)
+        if self.straight and self.window - 1 <= self.width:
+            return _Overlapping.apply(window, x, self.width)
         x, width = torch.cat([window, x], 1), self.window - 1 + self.width
         if self.straight:
-            x = x.unfold(1, width, self.width)
-            return rearrange(x, "b n h ... l -> n b h l ...").contiguous()
+            return _overlapping(x, width, self.width)
         return _by_piece(take_rows(x, self.pairs.flatten(1)), width)
 
     def join(self, y: Tensor) -> Tensor:
@@ -204,6 +205,32 @@ class Pieces:
         back = torch.arange(self.window - 1, 0, -1)
         index = self._counted((self.count[:, None] - back).unsqueeze(1))[:, 0]
         return index, to_device(back <= self.end[:, None], self.device)
+
+
+def _overlapping(x: Tensor, width: int, step: int) -> Tensor:
+    """`[b t h ...] -> [n b h l ...]`: so wide a piece at every step."""
+    return rearrange(x.unfold(1, width, step), "b n h ... l -> n b h l ...").contiguous()
+
+
+class _Overlapping(torch.autograd.Function):
+    """Pieces of `step` tokens, each after the last of those before it, as many as `window` has.
+
+    What a token gets is the sum over two pieces at most. unfold does not know that: its gradient
+    takes ten times as long.
+    """
+
+    @staticmethod
+    def forward(ctx, window: Tensor, x: Tensor, step: int):
+        ctx.before = before = window.shape[1]
+        return _overlapping(torch.cat([window, x], 1), before + step, step)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad = rearrange(grads[0], "n b h l ... -> b n l h ...")
+        past = grad[:, :, : ctx.before]
+        own = grad[:, :, ctx.before :].clone(memory_format=torch.contiguous_format)
+        own[:, :-1, own.shape[2] - ctx.before :] += past[:, 1:]
+        return past[:, 0], own.flatten(1, 2), None
 
 
 def _by_piece(x: Tensor, width: int) -> Tensor:
