@@ -19,6 +19,7 @@ from atlas_lm.ops.triton.reads import (
     Written,
     constants,
     either,
+    in_room,
 )
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
 from atlas_lm.ops.triton.writing import write_kernel
@@ -87,13 +88,6 @@ def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, 
             t.left, t.right, t.scale, k.shape[1], s.heads, **constants(plan, k),
         )  # fmt: skip
     return phi, rest
-
-
-def in_room(first: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Room for all states, the first filled in."""
-    room = torch.empty(shape, device=first.device)
-    room[0] = first
-    return room
 
 
 def write(*args) -> Written:

@@ -32,6 +32,7 @@ from atlas_lm.ops.triton.reads import (
     Way,
     Written,
     constants,
+    in_room,
 )
 from atlas_lm.ops.triton.sizes import Sizes, by_blocks
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
@@ -65,11 +66,22 @@ def from_place(x: Tensor, sizes: Sizes) -> list[Tensor]:
 class Segment:
     """Pieces written one after the other, and everything that the way back needs of them.
 
-    Unless `keep`, the float32 state has one place, where it stays in the cache.
+    Unless `keep`, the float32 state has one place, where it stays in the cache: that of `carry`,
+    weights and momentum before the first piece.
     """
 
     def __init__(
-        self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, anchor, keep, steps
+        self,
+        plan: Plan,
+        k,
+        v,
+        mixed: Mixed,
+        tables: Tables,
+        part: slice,
+        carry,
+        anchor,
+        keep,
+        steps,
     ):
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
@@ -77,8 +89,11 @@ class Segment:
         # one more than there are pieces: the last is where the next segment starts
         self.all_states = k.new_empty(count + 1, z, s.size)
         self.all_terms = k.new_empty(count, z, s.terms, s.size) if steps is None else steps
-        rooms = torch.empty(2, count + 1 if keep else 1, z, s.size, device=k.device)
-        self.all_weights, self.all_momenta = rooms.expand(-1, count + 1, -1, -1)
+        self.all_weights, self.all_momenta = (
+            in_room(x, (count + 1, z, s.size)) if keep else x.expand(count + 1, -1, -1)
+            for x in carry
+        )
+        self.all_states[0] = carry[0]
         self.all_factors = Factors.room(count, plan, k)
         phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
         anchors = anchor if plan.own and part.start == 0 else self.all_states
@@ -174,24 +189,16 @@ class Segment:
 def written_segment(
     plan, k, v, mixed, tables, part, carry, anchor, initial, *, keep: bool, steps: Tensor | None
 ) -> Segment:
-    """All pieces of a segment; `carry`, weights, momentum and kept anchors, is changed in place.
+    """All pieces of a segment. `carry`: weights, momentum, kept anchors.
 
-    Only where `keep` is set is the float32 state before every piece there afterwards. `steps`:
-    those of muon, where they were kept, `[n z m size]`.
+    Where `keep` is set the float32 state before every piece is there afterwards; else `carry` has
+    become that after the last. `steps`: those of muon, where they were kept, `[n z m size]`.
     """
-    weights, momentum, anchors = carry
-    segment = Segment(plan, k, v, mixed, tables, part, anchor, keep, steps)
-    for room, first in (
-        (segment.all_states, weights),
-        (segment.all_weights, weights),
-        (segment.all_momenta, momentum),
-    ):
-        room[0].copy_(first)
+    *state, anchors = carry
+    segment = Segment(plan, k, v, mixed, tables, part, state, anchor, keep, steps)
     for n in range(segment.count):
         segment.write(n)
         segment.settle(n, anchors, initial)
-    weights.copy_(segment.all_weights[-1])
-    momentum.copy_(segment.all_momenta[-1])
     return segment
 
 

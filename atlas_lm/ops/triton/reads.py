@@ -183,6 +183,13 @@ def either(x: Tensor | None, other: Tensor) -> Tensor:
     return other if x is None else x
 
 
+def in_room(first: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Room for all states, the first filled in."""
+    room = torch.empty(shape, device=first.device)
+    room[0] = first
+    return room
+
+
 def read(plan: Plan, q, k, mixed: Mixed, tables: Tables, written: Written, y, branch) -> None:
     """y `[n z l v]`, and what goes into the norm, if there is one."""
     kept, t = mixed.kept, tables
