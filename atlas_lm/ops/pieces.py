@@ -169,7 +169,8 @@ class Pieces:
             return _Overlapping.apply(window, x, self.width)
         x, width = torch.cat([window, x], 1), self.window - 1 + self.width
         if self.straight:
-            return _overlapping(x, width, self.width)
+            x = x.unfold(1, width, self.width)
+            return rearrange(x, "b n h ... l -> n b h l ...").contiguous()
         return _by_piece(take_rows(x, self.pairs.flatten(1)), width)
 
     def join(self, y: Tensor) -> Tensor:
@@ -207,11 +208,6 @@ class Pieces:
         return index, to_device(back <= self.end[:, None], self.device)
 
 
-def _overlapping(x: Tensor, width: int, step: int) -> Tensor:
-    """`[b t h ...] -> [n b h l ...]`: so wide a piece at every step."""
-    return rearrange(x.unfold(1, width, step), "b n h ... l -> n b h l ...").contiguous()
-
-
 class _Overlapping(torch.autograd.Function):
     """Pieces of `step` tokens, each after the last of those before it, as many as `window` has.
 
@@ -222,7 +218,15 @@ class _Overlapping(torch.autograd.Function):
     @staticmethod
     def forward(ctx, window: Tensor, x: Tensor, step: int):
         ctx.before = before = window.shape[1]
-        return _overlapping(torch.cat([window, x], 1), before + step, step)
+        own = x.unflatten(1, (-1, step))
+        b, n, _, h, *rest = own.shape
+        kind = torch.promote_types(window.dtype, x.dtype)
+        out = x.new_empty(n, b, h, before + step, *rest, dtype=kind)
+        slots = rearrange(out, "n b h l ... -> b n l h ...")
+        slots[:, :, before:] = own
+        slots[:, 1:, :before] = own[:, :-1, step - before :]
+        slots[:, 0, :before] = window
+        return out
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
