@@ -375,6 +375,22 @@ def test_without_gradients(name, kernel_device):
         assert torch.equal(t, given[n]), f"{n} of the state that was passed in has changed"
 
 
+@pytest.mark.parametrize("name", ["linear", "titans", "atlas", "delta_net"])
+def test_gradients_are_the_same_when_asked_again(name, kernel_device):
+    """What is kept for the way back is not used up."""
+    rule, shape = PACKED[name]
+    made = made_of(replace(rule, chunk=min(rule.chunk, 10)), 31, kernel_device, **shape)
+    inputs = {n: x.detach().requires_grad_() for n, x in made.inputs().items()}
+    y, end = made.with_inputs(inputs).run("triton", None)
+    total = y.sum() + sum(t.sum() for t in end.tensors().values() if t.requires_grad)
+    once, again = (
+        torch.autograd.grad(total, list(inputs.values()), retain_graph=True, materialize_grads=True)
+        for _ in range(2)
+    )
+    for which, a, b in zip(inputs, once, again, strict=True):
+        assert torch.equal(a, b), which
+
+
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("name", ["linear", "titans", "atlas"])
 def test_several_segments(name, most, kernel_device, monkeypatch):

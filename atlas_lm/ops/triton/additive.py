@@ -104,6 +104,8 @@ class AdditiveBackward(Backward):
 
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         weights, momentum, _ = checkpoint
+        # a checkpoint may be needed again, and momentum is changed in place
+        momentum = None if momentum is None else momentum.clone()
         carry = [weights, momentum, torch.empty_like(weights)]
         here = self.mixed.at(part)
         args = self.plan, self.k, self.v, here, self.tables, part, carry
