@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from atlas_lm.sweep.runs import join, reason_of, status_of, write_sweep
 from atlas_lm.train.run_folder import read_config, write_config, write_json
 from benchmarks.evidence.__main__ import main
+from benchmarks.evidence.binding import Learner, cases, of_table, rows_of, steps_to_half, weighed
+from benchmarks.evidence.binding import main as binding
 from benchmarks.evidence.kept import keep, take_up
 from benchmarks.evidence.lengths import main as lengths
 from benchmarks.evidence.lengths import named
@@ -106,3 +109,53 @@ def test_what_diverged_is_not_tried_again_and_texts_may_lie_elsewhere(tmp_path):
 def test_models_without_a_run_are_not_asked(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"sweep\.json: missing"):
         lengths(["babilong", "--runs", str(tmp_path), "--results", str(Path("x"))])
+
+
+def test_rows_of_binding_ask_for_what_was_told():
+    rows = rows_of(5, 2, 8, torch.Generator().manual_seed(0))
+    told_keys, told_values = rows.k[:, 1:10:2], rows.v[:, 1:10:2]
+    assert torch.equal(told_values, rows.values)
+    for row in range(2):
+        assert torch.equal(rows.q[row, 10:], told_keys[row, rows.asked[row]])
+    assert rows.kinds.argmax(-1)[0].tolist() == [0, 1] * 5 + [2] * 5
+    few = rows_of(5, 2, 8, torch.Generator().manual_seed(0), noise=False)
+    assert few.k.shape[1] == 10
+    assert torch.equal(few.values, rows.values)
+
+
+def test_a_closed_gate_leaves_a_token_out_of_muons_momentum_only_if_it_weighs():
+    case = of_table("titans", optimizer="muon", stride=4)
+    rows = rows_of(8, 2, 32, torch.Generator().manual_seed(0))
+    noise = rows.kinds[..., :1, None].bool()
+    other = replace(rows, v=torch.where(noise, -rows.v, rows.v))
+    moved = {}
+    for each in (case, weighed(case)):
+        torch.manual_seed(0)
+        learner = Learner(each)
+        with torch.no_grad():
+            learner.gates.down.weight.copy_(torch.eye(8, 3))
+            learner.gates.up.weight.zero_()
+            learner.gates.up.weight[:2, 0] = -9.0
+            moved[each.name] = float((learner(rows) - learner(other)).abs().max())
+    assert moved[weighed(case).name] == 0
+    assert moved[case.name] > 0.1
+
+
+def test_binding_from_end_to_end(tmp_path, capsys):
+    few = ["--cases", "gated_delta_net", "--pairs", "8", "--draws", "2", "--steps", "2"]
+    binding([*few, "--seeds", "1", "--out", str(tmp_path)])
+    found = {path.stem: json.loads(path.read_text())["rows"] for path in tmp_path.iterdir()}
+    assert {name: len(rows) for name, rows in found.items()} == {
+        "told": 12,
+        "learned": 1,
+        "without_noise": 1,
+    }
+    linear = next(row for row in found["told"] if row["case"] == "linear_attention")
+    assert linear["start"]["mean"] > 0.9
+    assert found["learned"][0]["case"] == "gated_delta_net"
+    names = [case.name for case in cases()]
+    assert len(set(names)) == len(names)
+    assert steps_to_half([0.0, 1.0, 0.4, 0.6], running=2) == 2
+    assert steps_to_half([0.0, 0.1], running=2) is None
+    with pytest.raises(ValueError, match="cases: nobody: not among"):
+        binding(["--cases", "nobody"])
