@@ -242,6 +242,15 @@ def test_recall_is_a_read_without_a_write(name):
         ({"d_k": -1}, r"d_k: -1 must be"),
         ({"retention": 0.0}, r"retention: 0.0 must be above 0 and at most 1"),
         ({"conv": 2.5}, r"conv: 2.5 must be"),
+        (
+            {"coefficients": (0.0, 1.0, 1.0)},
+            r"coefficients: \(0, 1, 1\); expected 3 numbers above 0",
+        ),
+        (
+            {"coefficients": (1.0,)},
+            r"coefficients: \(1\); expected 3 numbers above 0, one for each",
+        ),
+        ({"rule": "titans", "coefficients": (1.0,)}, r"coefficients: these are of polynomial"),
     ],
 )
 def test_a_wrong_config_is_refused(changes, message):
@@ -260,6 +269,13 @@ def test_a_wrong_config_is_refused(changes, message):
 def test_a_wrong_attention_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**{"dim": 12, "heads": 2} | changes)
+
+
+def test_polynomial_features_begin_where_they_are_told():
+    for given, expected in ((None, (1.0, 1.0, 0.5)), ((0.1, 1.0, 2.0), (0.1, 1.0, 2.0))):
+        log_coefficients = layer_of(SMALL["atlas"], coefficients=given).log_coefficients
+        assert log_coefficients is not None
+        torch.testing.assert_close(log_coefficients.exp(), torch.tensor(expected).expand(2, 3))
 
 
 def test_wrong_inputs_are_refused():

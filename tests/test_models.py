@@ -339,6 +339,11 @@ def test_a_broken_folder_is_refused(tmp_path):
         ({"depth": 0}, "depth: 0 must be a whole number"),
         ({"dim": 30}, "heads: 4 do not divide dim=30"),
         ({"dim": 20, "block": "mal"}, "heads: 4 heads of an even width do not make dim=20"),
+        ({"coefficients": (1.0, 2.0)}, r"coefficients: \(1, 2\); expected 3 numbers above 0"),
+        (
+            {"rule": "titans", "coefficients": (1.0, 1.0, 1.0)},
+            "coefficients: no rule here has poly",
+        ),
     ],
 )
 def test_a_wrong_config_is_refused(changes, message):
@@ -351,6 +356,7 @@ def test_a_config_goes_through_json():
         ModelConfig(),
         ModelConfig(rule=(Rule(window=3), "swa", "titans"), tied=True),
         ModelConfig.of_size("1.3B", rule="atlas_pp", block="mag"),
+        ModelConfig(rule=("swa", "titans", "atlas"), coefficients=(0.1, 1.0, 1.0)),
     ):
         assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match="network given as a function cannot be written"):

@@ -56,6 +56,8 @@ class ModelConfig:
     """Width between the two maps that make the gates."""
     retention: float = 0.999
     """What a memory keeps from token to token, to begin with."""
+    coefficients: tuple[float, ...] | None = None
+    """Of polynomial features, by degree from 0 on, to begin with; None: 1 / i!."""
     window: int = 512
     """Tokens that sliding-window attention sees."""
     segment: int = 64
@@ -72,6 +74,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.rule, list):
             object.__setattr__(self, "rule", tuple(self.rule))
+        if isinstance(self.coefficients, list):
+            object.__setattr__(self, "coefficients", tuple(self.coefficients))
         for name in ("vocab", "dim", "depth", "heads", "window", "segment"):
             expect_count(name, getattr(self, name))
         if self.block not in BLOCKS:
@@ -80,6 +84,8 @@ class ModelConfig:
             raise ValueError("rule: an empty tuple; give at least one rule")
         for rule in self.rules:
             self._check_mixer(rule)
+        if self.coefficients is not None and not any(map(_is_polynomial, self.rules)):
+            raise ValueError("coefficients: no rule here has polynomial features; leave them out")
 
     def _check_mixer(self, rule: str | Rule) -> None:
         others = isinstance(rule, str) and rule.startswith(PREFIX)
@@ -107,7 +113,13 @@ class ModelConfig:
         """The memory layer of a block."""
         names = ("dim", "heads", "d_k", "d_v", "expansion", "conv", "centred", "gate_rank")
         sizes = {name: getattr(self, name) for name in names}
-        return MemoryConfig(rule=rule, impl=self.impl, retention=self.retention, **sizes)
+        return MemoryConfig(
+            rule=rule,
+            impl=self.impl,
+            retention=self.retention,
+            coefficients=self.coefficients if _is_polynomial(rule) else None,
+            **sizes,
+        )
 
     def attention(self, rule: str) -> AttentionConfig:
         """The attention of a block."""
@@ -155,6 +167,11 @@ class ModelConfig:
         rule: Any = values.get("rule", "atlas")
         rule = tuple(map(_rule_from, rule)) if isinstance(rule, list) else _rule_from(rule)
         return ModelConfig(**dict(values, rule=rule))
+
+
+def _is_polynomial(rule: str | Rule) -> bool:
+    known = RULES.get(rule) if isinstance(rule, str) else rule
+    return known is not None and known.features == "polynomial"
 
 
 def _plain_rule(rule: str | Rule) -> str | dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import factorial
+from math import factorial, inf
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class MemoryConfig:
     """Width of the map from embeddings to gates."""
     retention: float = 0.999
     """What a learned retention starts from."""
+    coefficients: tuple[float, ...] | None = None
+    """What polynomial features start from, by degree from 0 on; None: 1 / i!."""
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -74,6 +76,8 @@ class MemoryConfig:
                 )
         if not 0 < self.retention <= 1:
             raise ValueError(f"retention: {self.retention} must be above 0 and at most 1")
+        if self.coefficients is not None:
+            check_coefficients(self.coefficients, self.memory_rule)
 
     @property
     def memory_rule(self) -> Rule:
@@ -93,6 +97,17 @@ class MemoryConfig:
     @property
     def hidden(self) -> int | None:
         return self.expansion * self.key_width if self.memory_rule.deep else None
+
+
+def check_coefficients(given: tuple[float, ...], rule: Rule) -> None:
+    if rule.features != "polynomial":
+        raise ValueError("coefficients: these are of polynomial features, which the rule has not")
+    if len(given) != rule.degree + 1 or not all(0 < a < inf for a in given):
+        said = ", ".join(f"{a:g}" for a in given)
+        raise ValueError(
+            f"coefficients: ({said}); expected {rule.degree + 1} numbers above 0, "
+            f"one for each degree from 0 to {rule.degree}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +142,9 @@ class MemoryLayer(nn.Module):
         )
         self.log_coefficients = None
         if self.rule.features == "polynomial":
-            start = [-torch.tensor(float(factorial(i))).log() for i in range(self.rule.degree + 1)]
-            self.log_coefficients = nn.Parameter(torch.stack(start).repeat(heads, 1))
+            terms = range(self.rule.degree + 1)
+            start = config.coefficients or [1 / factorial(i) for i in terms]
+            self.log_coefficients = nn.Parameter(torch.tensor(start).log().repeat(heads, 1))
         self.norm = RMSNorm(heads, d_v)
         self.open = nn.Linear(config.dim, heads * d_v, bias=False)
         self.out = nn.Linear(heads * d_v, config.dim, bias=False)

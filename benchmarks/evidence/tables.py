@@ -147,6 +147,10 @@ def recall(scale: Scale) -> list[Planned]:
 # Around atlas
 
 
+START = (0.1, 1.0, 1.0)
+"""Of the coefficients, instead of 1 / i!: given keys, omeganet holds more (docs/evidence.md)."""
+
+
 def variants(config: ModelConfig, chunk: int, stride: int) -> dict[str, Mixer]:
     """The paper's Table 6, and how often Newton-Schulz is taken."""
     atlas = changed("atlas", chunk=chunk, stride=stride)
@@ -157,6 +161,10 @@ def variants(config: ModelConfig, chunk: int, stride: int) -> dict[str, Mixer]:
         "no polynomial": replace(atlas, features="identity"),
         "linear memory": replace(atlas, network="linear", norm=False),
         "gated memory": changed("atlas_pp", chunk=chunk, stride=stride),
+        "other start": replace(config, rule=atlas, coefficients=START),
+        "without muon, other start": replace(
+            config, rule=changed("omeganet", chunk=chunk), coefficients=START
+        ),
         "with attention (MAG)": replace(config, rule=atlas, block="mag"),
         "with attention (MAL)": replace(config, rule=atlas, block="mal"),
     } | {
