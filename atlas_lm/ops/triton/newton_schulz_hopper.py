@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from atlas_lm.ops.triton.newton_schulz_kernels import chosen
+
 WARPS = 8
 MATRIX = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
 """Who holds what of a matrix `[64, 256]`."""
@@ -41,15 +43,6 @@ def ratios(schedule):
 
 
 @gluon.jit
-def _of(n, values):
-    """values[n], of up to three, where only the running program knows n."""
-    value = values[0]
-    for j in gl.static_range(1, len(values)):
-        value = gl.where(n == j, values[j], value)
-    return value
-
-
-@gluon.jit
 def _places(TALL: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Where the elements of a matrix are, TALL if it is transposed; which there are."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, MATRIX))[:, None]
@@ -71,7 +64,7 @@ def _load(base, n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TALLS: gl.constexp
     Addresses are made in each branch: made before, those of both would be held.
     """
     if mixed(TALLS):
-        if _of(n, TALLS):
+        if chosen(n, TALLS):
             x = _load_as(base, True, ROWS, COLUMNS)
         else:
             x = _load_as(base, False, ROWS, COLUMNS)
@@ -89,7 +82,7 @@ def _store_as(base, x, TALL: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.const
 @gluon.jit
 def _store(base, x, n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TALLS: gl.constexpr):
     if mixed(TALLS):
-        if _of(n, TALLS):
+        if chosen(n, TALLS):
             _store_as(base, x, True, ROWS, COLUMNS)
         else:
             _store_as(base, x, False, ROWS, COLUMNS)
@@ -224,8 +217,8 @@ def momentum_backward(
     iterates = gl.allocate_shared_memory(gl.bfloat16, [STEPS, 64, 256], OPERAND)
     turn = gl.program_id(0)
     index, n = (turn // len(PLACES)).to(gl.int64), turn % len(PLACES)
-    short, long = _of(n, (short_1, short_2, short_3)), _of(n, (long_1, long_2, long_3))
-    memory, place = index // points, _of(n, PLACES)
+    short, long = chosen(n, (short_1, short_2, short_3)), chosen(n, (long_1, long_2, long_3))
+    memory, place = index // points, chosen(n, PLACES)
     entered = entering + place + memory * SIZE
     x = _momentum(
         entered, n, short + memory * (PAIRS * ROWS), long + memory * (PAIRS * COLUMNS),

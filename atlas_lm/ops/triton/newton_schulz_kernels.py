@@ -336,7 +336,7 @@ def backward(
 
 
 @triton.jit
-def _of(n, values):
+def chosen(n, values):
     """values[n], of up to three, where only the running program knows n."""
     value = values[0]
     for j in tl.static_range(1, len(values)):
@@ -358,8 +358,8 @@ def momentum_forward(
     begins among its weights, SIZE of them. TALLS: which are transposed there.
     """
     index, n = tl.program_id(0) // len(PLACES), tl.program_id(0) % len(PLACES)
-    short, long = _of(n, (short_1, short_2, short_3)), _of(n, (long_1, long_2, long_3))
-    place, tall = _of(n, PLACES), _of(n, TALLS)
+    short, long = chosen(n, (short_1, short_2, short_3)), chosen(n, (long_1, long_2, long_3))
+    place, tall = chosen(n, PLACES), chosen(n, TALLS)
     s = _momentum(
         entering + place, short, long, share, kept, index, points, tall, SIZE,
         PAIRS, TAIL, ROWS, COLUMNS, BR, BLOCKS, DOT,
@@ -430,8 +430,8 @@ def momentum_backward(
     scratch += tl.program_id(0).to(tl.int64) * ROOM
     for turn in range(tl.program_id(0), count * len(PLACES), tl.num_programs(0)):
         index, n = tl.full((), turn // len(PLACES), tl.int64), turn % len(PLACES)
-        short, long = _of(n, (short_1, short_2, short_3)), _of(n, (long_1, long_2, long_3))
-        place, tall = _of(n, PLACES), _of(n, TALLS)
+        short, long = chosen(n, (short_1, short_2, short_3)), chosen(n, (long_1, long_2, long_3))
+        place, tall = chosen(n, PLACES), chosen(n, TALLS)
         _momentum_gradient(
             entering + place, short, long, share, kept, made + place, grad_out + place, last,
             grad_weights + place, grad_momentum + place, grad_last + n * count,
