@@ -181,18 +181,17 @@ def test_hopper_has_a_kernel_of_its_own_for_large_matrices(monkeypatch):
     """It is given all that it asks for, in its order; smaller ones are given to the other."""
     monkeypatch.setattr(fused, "on_hopper", lambda device: True)
 
-    def launched(rows: int, columns: int, dtype=torch.bfloat16):
-        entering, u, x = (
-            normal(1, 2, rows * columns),
-            normal(1, 2, 5, rows),
-            normal(1, 2, 5, columns),
-        )
+    def launched(
+        rows: int, columns: int, dtype=torch.bfloat16, steps: int = 5, coefficients: str = "muon"
+    ) -> Repeated:
+        entering = normal(1, 2, rows * columns)
+        u, x = normal(1, 2, 5, rows), normal(1, 2, 5, columns)
         share, kept = normal(1, 2, 3, 5), normal(1, 2, 3)
         made = fused.Momenta(entering, ((u.to(dtype), x.to(dtype)),), (0,), share, kept)
         out = torch.empty(1, 2, 3, rows * columns)
         grads = fused.StepGradients(out, kept, entering[0])
         given = out, grads, torch.empty(2, 4, rows * columns), kept[None], kept[None]
-        found = fused.momentum_steps_backward(made, rows * columns, 5, "muon", *given)
+        found = fused.momentum_steps_backward(made, rows * columns, steps, coefficients, *given)
         assert isinstance(found, Repeated)
         return found
 
@@ -203,8 +202,16 @@ def test_hopper_has_a_kernel_of_its_own_for_large_matrices(monkeypatch):
         names = own.arg_names[len(repeated.args) :]
         assert set(repeated.options) == {*names, "warps"}
         assert own.arg_names[: len(repeated.args)][-2:] == ["points", "count"]
-    for other in (launched(64, 153), launched(64, 64), launched(64, 256, torch.float32)):
+    for other in (
+        launched(64, 153),
+        launched(64, 64),
+        launched(20, 256),
+        launched(64, 256, torch.float32),
+        launched(64, 256, steps=6),
+        launched(64, 256, coefficients="cubic"),
+    ):
         assert other.kernel is fused.kernels.momentum_backward
+    assert launched(64, 256, coefficients="polar_express").kernel is own
 
 
 def test_no_stride_points():

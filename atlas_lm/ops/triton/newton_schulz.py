@@ -261,8 +261,14 @@ def _momentum_constants(
 
 
 def _laid_out(constants: dict) -> bool:
-    """Whether Hopper has a kernel of its own for gradients of matrices of this size."""
-    return constants["BLOCKS"] == ((0, 256),) and constants["DOT"] == tl.bfloat16
+    """Whether Hopper has a kernel of its own for gradients of matrices of this size.
+
+    It divides by c, which the cubic steps have not.
+    """
+    whole = constants["BR"] == 64 and constants["BLOCKS"] == ((0, 256),)
+    schedule = constants["SCHEDULE"]
+    steps = len(schedule) <= hopper.MOST_STEPS and all(c != 0 for _, c in schedule)
+    return whole and steps and constants["DOT"] == tl.bfloat16
 
 
 def _taken(fn: Any, constants: dict) -> dict:

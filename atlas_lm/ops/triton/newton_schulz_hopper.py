@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from atlas_lm.ops.triton.newton_schulz_kernels import chosen
 
 WARPS = 8
+MOST_STEPS = 5
+"""Whose iterates have room in shared memory."""
 MATRIX = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
 """Who holds what of a matrix `[64, 256]`."""
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
