@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import factorial, inf
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from atlas_lm.nn.packing import Packing
 from atlas_lm.nn.stream import checked, expect_count, tokens_only
 from atlas_lm.ops import Gates, MemoryState, init_memory, memorize
 from atlas_lm.ops.carried import Carried
+from atlas_lm.ops.features import default_coefficients
 from atlas_lm.ops.memorize import Impl
 from atlas_lm.ops.networks import past_widths
 from atlas_lm.ops.precision import state_dtype
@@ -141,10 +142,10 @@ class MemoryLayer(nn.Module):
             {n: nn.Parameter(w, requires_grad=learned) for n, w in made.items()}
         )
         self.log_coefficients = None
-        if self.rule.features == "polynomial":
-            terms = range(self.rule.degree + 1)
-            start = config.coefficients or [1 / factorial(i) for i in terms]
-            self.log_coefficients = nn.Parameter(torch.tensor(start).log().repeat(heads, 1))
+        start = default_coefficients(self.rule, torch.ones(()))
+        if start is not None:
+            start = start if config.coefficients is None else torch.tensor(config.coefficients)
+            self.log_coefficients = nn.Parameter(start.log().repeat(heads, 1))
         self.norm = RMSNorm(heads, d_v)
         self.open = nn.Linear(config.dim, heads * d_v, bias=False)
         self.out = nn.Linear(heads * d_v, config.dim, bias=False)

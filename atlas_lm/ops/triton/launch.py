@@ -104,20 +104,18 @@ class Repeated:
             return
         tensors = [x.tensor if isinstance(x, Each) else x for x in self.args]
         tensors = [x for x in tensors if isinstance(x, Tensor)]
-        values = [self.options[name] for name in self.kernel.arg_names[len(self.args) :]]
         how = self.options.get("warps", 4), self.options.get("registers")
-        types = [x.dtype for x in tensors]
+        types, values = [x.dtype for x in tensors], self._constants()
         made = _compiled.get(key_of(self.kernel, tensors[0].get_device(), *how, types, values))
         if made is not None and not any(x.data_ptr() % 16 for x in tensors):
             self._fix(made)
 
+    def _constants(self) -> list[Any]:
+        return [self.options[name] for name in self.kernel.arg_names[len(self.args) :]]
+
     def _long_way(self, n: int) -> None:
-        given = list(self.args)
-        for i, x in enumerate(given):
-            if isinstance(x, Each):
-                given[i] = x.tensor[n]
-            elif x is NUMBER:
-                given[i] = n
+        given = [x.tensor[n] if isinstance(x, Each) else x for x in self.args]
+        given = [n if x is NUMBER else x for x in given]
         made = launch(self.kernel, self.grid, *given, **self.options)
         if made is not None:
             self._fix(made)
@@ -125,24 +123,27 @@ class Repeated:
     def _fix(self, made: Any) -> None:
         """Go past all that Triton does before a launch, if tensors are here, and those of all
         pieces aligned as those of the first are."""
-        raw, steps = list(self.args), {}
-        for i, x in enumerate(self.args):
-            if isinstance(x, Each):
-                raw[i], steps[i] = x.tensor.data_ptr(), step_of(x)
-            elif isinstance(x, Tensor):
-                raw[i] = x.data_ptr()
-            elif x is NUMBER:
-                raw[i], steps[i] = 0, 1
-        aligned = all(step % 16 == 0 for i, step in steps.items() if self.args[i] is not NUMBER)
+        steps = {i: step_of(x) for i, x in enumerate(self.args) if isinstance(x, Each)}
         first = self.args[0].tensor if isinstance(self.args[0], Each) else self.args[0]
-        if not aligned or first.get_device() != torch.cuda.current_device():
+        here = first.get_device() == torch.cuda.current_device()
+        if not here or any(step % 16 for step in steps.values()):
             return
+        numbers = {i: 1 for i, x in enumerate(self.args) if x is NUMBER}
+        raw = [address_of(x) for x in self.args]
         stream = torch.cuda.current_stream().cuda_stream
         head = [*self.grid, stream, made.function, made.packed_metadata, None, None, None]
-        names = self.kernel.arg_names[len(self.args) :]
-        self.fixed = [*head, *raw, *(self.options[name] for name in names)]
-        self.moving = [(len(head) + i, raw[i], step) for i, step in steps.items()]
+        self.fixed = [*head, *raw, *self._constants()]
+        self.moving = [(len(head) + i, raw[i], step) for i, step in (steps | numbers).items()]
         self.run = made.run
+
+
+def address_of(x: Any) -> Any:
+    """Of the first piece; numbers as they are."""
+    if isinstance(x, Each):
+        return x.tensor.data_ptr()
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return 0 if x is NUMBER else x
 
 
 NUMBER = object()

@@ -71,18 +71,9 @@ class Segment:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        k,
-        v,
-        mixed: Mixed,
-        tables: Tables,
-        part: slice,
-        carry,
-        anchor,
-        keep,
+        self, plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, anchor, keep,
         steps,
-    ):
+    ):  # fmt: skip
         self.plan, self.tables, self.first = plan, tables, part.start
         s, count, z = plan.sizes, part.stop - part.start, plan.rows_and_heads
         self.constants, self.count = constants(plan, k), count

@@ -301,81 +301,55 @@ def _scratch(programs: int, like: Tensor, constants: dict) -> Tensor:
     return torch.empty(programs, _room(constants), dtype=dtype, device=like.device)
 
 
-def _compilation(name: str, rows: int, columns: int) -> dict:
-    """A compilation ahead of time, in bfloat16, of the kernel `name` for one size of matrix."""
+def _compilation(fn: Any, rows: int, columns: int) -> dict:
+    """A compilation ahead of time, in bfloat16, of a kernel for one size of matrix."""
     constants, warps = _constants(rows, columns, torch.bfloat16, _schedule(5, "muon"))
-    return _listed(name, f"{rows}x{columns}", constants, warps)
+    return _listed(fn, f"{rows}x{columns}", constants, warps)
 
 
-def _momentum_compilation(name: str, *shapes: tuple[int, int], pairs: int) -> dict:
+def _momentum_compilation(fn: Any, *shapes: tuple[int, int], pairs: int) -> dict:
     """The same from momenta, for matrices of one size, one after the other in a memory."""
-    constants, warps = _constants_in_memory(shapes, pairs)
-    label = " and ".join(f"{rows}x{columns}" for rows, columns in shapes)
-    return _listed(name, f"{label} {pairs} pairs", constants, warps)
-
-
-def _constants_in_memory(shapes: tuple[tuple[int, int], ...], pairs: int):
     rows, columns = shapes[0]
     places = tuple(rows * columns * n for n in range(len(shapes)))
-    return _momentum_constants(
+    constants, warps = _momentum_constants(
         shapes, places, rows * columns * len(shapes), pairs, torch.bfloat16, _schedule(5, "muon")
     )
+    label = " and ".join(f"{rows}x{columns}" for rows, columns in shapes) + f" {pairs} pairs"
+    if fn is hopper.momentum_backward:
+        label, warps = f"{label}, for Hopper", hopper.WARPS
+    return _listed(fn, label, constants, warps)
 
 
-def _hopper_compilation(*shapes: tuple[int, int], pairs: int) -> dict:
-    """Of the kernel that is laid out for Hopper."""
-    constants, _ = _constants_in_memory(shapes, pairs)
-    fn = hopper.momentum_backward
-    label = " and ".join(f"{rows}x{columns}" for rows, columns in shapes)
+def _listed(fn: Any, label: str, constants: dict, warps: int) -> dict:
+    taken = _taken(fn, constants | {"ROOM": _room(constants)})
+    wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
+    types = dict.fromkeys(taken, "constexpr") | dict.fromkeys(("points", "count"), "i32")
+    types |= dict.fromkeys(wide, "*fp32")
     return {
-        "name": f"newton_schulz_hopper.{fn.__name__} {label} {pairs} pairs",
+        "name": f"newton_schulz.{fn.__name__} {label}",
         "fn": fn,
-        "signature": _signature(fn, constants),
-        "constexprs": _taken(fn, constants),
-        "num_warps": hopper.WARPS,
-        "num_stages": 1,
-        "registers": None,
-    }
-
-
-def _listed(name: str, label: str, constants: dict, warps: int) -> dict:
-    fn, registers = getattr(kernels, name), _registers(constants)
-    if "ROOM" in fn.arg_names:
-        constants = constants | {"ROOM": _room(constants)}
-    return {
-        "name": f"newton_schulz.{name} {label}",
-        "fn": fn,
-        "signature": _signature(fn, constants),
-        "constexprs": constants,
+        "signature": {argument: types.get(argument, "*bf16") for argument in fn.arg_names},
+        "constexprs": taken,
         "num_warps": warps,
         "num_stages": 1,
-        "registers": registers,
+        "registers": _registers(constants),
     }
-
-
-def _signature(fn: Any, constants: dict) -> dict[str, str]:
-    wide = ("entering", "share", "kept", "last", "grad_weights", "grad_last", "grad_kept")
-    types = dict.fromkeys(constants, "constexpr") | dict.fromkeys(("points", "count"), "i32")
-    types |= dict.fromkeys(wide, "*fp32")
-    return {argument: types.get(argument, "*bf16") for argument in fn.arg_names}
 
 
 _SIZES = ((64, 64), (64, 256), (256, 64), (64, 153), (32, 32), (16, 64), (128, 128))
 _MOMENTA = (*((size,) for size in _SIZES), ((64, 256), (256, 64)), ((64, 64), (64, 64)))
 
+_OF_MOMENTA = kernels.momentum_forward, kernels.momentum_backward
+
 KERNELS = [
-    *(_compilation(name, *size) for size in _SIZES for name in ("forward", "backward")),
+    *(_compilation(fn, *size) for size in _SIZES for fn in (kernels.forward, kernels.backward)),
+    *(_momentum_compilation(fn, *shapes, pairs=64) for shapes in _MOMENTA for fn in _OF_MOMENTA),
     *(
-        _momentum_compilation(f"momentum_{way}", *shapes, pairs=64)
-        for shapes in _MOMENTA
-        for way in ("forward", "backward")
-    ),
-    *(
-        _momentum_compilation(f"momentum_{way}", size, pairs=79)
+        _momentum_compilation(fn, size, pairs=79)
         for size in ((64, 64), (64, 153))
-        for way in ("forward", "backward")
+        for fn in _OF_MOMENTA
     ),
-    _hopper_compilation((64, 256), (256, 64), pairs=64),
-    _hopper_compilation((61, 200), pairs=79),
+    _momentum_compilation(hopper.momentum_backward, (64, 256), (256, 64), pairs=64),
+    _momentum_compilation(hopper.momentum_backward, (61, 200), pairs=79),
 ]
 """Compilations that need no GPU: triton.compile(ASTSource(fn, signature, constexprs), target)."""
