@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 from tqdm import tqdm
@@ -40,17 +42,27 @@ MORE = 12
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rules", default="*", help=f"of {', '.join(ROWS)}; * allowed")
+    parser.add_argument("--at-once", type=int, default=8, help="rules, a process each")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     gpu.require_cuda()
     report: dict = {"machine": gpu.machine(), "numbers": []}
-    todo = [(name, kind) for name in select(options.rules) for kind in SITUATIONS]
-    for name, kind in tqdm(todo, file=sys.stderr):
-        report["numbers"].append({"rule": name, "situation": kind} | compared(ROWS[name], kind))
-        gpu.write(report, options.out)
-    wrong = [row for row in report["numbers"] if not row["holds"]]
-    gpu.table("failures", wrong) if wrong else print(f"{len(todo)} situations, all hold")
+    names = select(options.rules)
+    # processes, since most of the time goes into compiling, which holds the interpreter
+    with ProcessPoolExecutor(options.at_once, get_context("spawn")) as pool:
+        running = [pool.submit(of_rule, name) for name in names]
+        for done in tqdm(as_completed(running), total=len(names), file=sys.stderr):
+            report["numbers"] += done.result()
+            gpu.write(report, options.out)
+    rows = report["numbers"]
+    wrong = [row for row in rows if not row["holds"]]
+    gpu.table("failures", wrong) if wrong else print(f"{len(rows)} situations, all hold")
     sys.exit(bool(wrong))
+
+
+def of_rule(name: str) -> list[dict]:
+    """A row for every situation."""
+    return [{"rule": name, "situation": kind} | compared(ROWS[name], kind) for kind in SITUATIONS]
 
 
 def compared(row: Row, kind: str) -> dict:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from atlas_lm.ops.pieces import cut_into_pieces
+from atlas_lm.ops.pieces import copied, cut_into_pieces
 
 
 def numbered(tokens: int, before: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,3 +41,28 @@ def test_a_gradient_is_left_as_it_was():
     given = grad.clone()
     found.backward(grad)
     assert torch.equal(grad, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 8, 12])
+def test_copies_of_wide_rows_are_copies(dtype, width):
+    """Rows of 16 bytes and others, from views that begin anywhere."""
+    x = torch.randn(2, 6, 3, 2 * width + 1).to(dtype)
+    for view in (x[..., :width], x[..., 1 : width + 1], x[:, 1:, :, :width].transpose(1, 2)):
+        made = copied(view)
+        assert made.is_contiguous()
+        assert torch.equal(made, view)
+        assert made.data_ptr() != view.data_ptr()
+
+
+def test_cutting_and_joining_have_gradients_of_any_order():
+    pieces = cut_into_pieces(torch.zeros(2, dtype=torch.long), 8, None, None, chunk=4, window=3)
+    x = torch.randn(2, 8, 3, 2, dtype=torch.float64, requires_grad=True)
+    window = torch.randn(2, 2, 3, 2, dtype=torch.float64, requires_grad=True)
+
+    def there_and_back(x, window):
+        cut = pieces.split(x) ** 2
+        return pieces.join(cut) + pieces.split_pairs(window, x).pow(2).sum()
+
+    assert gradcheck(there_and_back, (x, window))
+    assert gradgradcheck(there_and_back, (x, window))

@@ -19,7 +19,7 @@ from atlas_lm.testing.kernels import check_kernels
 pytest.importorskip("triton")
 
 from atlas_lm.ops.networks import init_memory
-from atlas_lm.ops.triton import memorize, muon, reads
+from atlas_lm.ops.triton import additive, memorize, muon, reads
 from atlas_lm.ops.triton.layout import sizes_of
 from atlas_lm.ops.triton.sizes import team_for
 
@@ -417,11 +417,11 @@ def test_several_segments(name, most, kernel_device, monkeypatch):
 
 @pytest.mark.parametrize("pieces", [0, 2])
 def test_some_steps_are_kept(pieces, kernel_device, monkeypatch):
-    """Of segments of one piece each, those for which there is room; the others are made again."""
+    """Of segments of one piece each, the last for which there is room; others are made again."""
     rule, shape = PACKED["atlas"]
     made = made_of(replace(rule, chunk=8, stride=4), 32, kernel_device, **shape)
     size = 6 * 16 + 16 * 32  # w1, and w2 on 15 features in a block of 32
-    monkeypatch.setattr(reads, "KEPT", pieces * 2 * size * 4)
+    monkeypatch.setattr(memorize, "MUON", muon.MUON._replace(most_kept=pieces * 2 * size * 4))
     monkeypatch.setattr(reads, "ROOM", 1)
     kept = []
     original = muon.written_segment
@@ -433,7 +433,52 @@ def test_some_steps_are_kept(pieces, kernel_device, monkeypatch):
 
     monkeypatch.setattr(muon, "written_segment", written)
     assert_agree(made)
-    assert kept == [False] * (4 - pieces) + [True] * pieces
+    assert kept == [True] * pieces + [False] * (4 - pieces)
+
+
+@pytest.mark.parametrize("name", ["linear_momentum", "mlp_momentum", "mlp_polynomial", "gated"])
+def test_kept_segments_are_those_made_again(name, kernel_device, monkeypatch):
+    """Two of four: y, states and gradients are the same numbers, those of a second backward too."""
+    rule, shape = ADDITIVE[name]
+    shape = {n: size for n, size in shape.items() if n != "before"}
+    made = made_of(replace(rule, chunk=8), 32, kernel_device, **shape)
+    monkeypatch.setattr(reads, "ROOM", 1)
+    again, written = [], additive.AdditiveBackward._again
+
+    def noted(self, *args):
+        again.append((self.plan, written(self, *args)))
+        return again[-1][1]
+
+    monkeypatch.setattr(additive.AdditiveBackward, "_again", noted)
+    found = []
+    for pieces in (0, 2):
+        by_piece = additive.ADDITIVE._replace(piece_bytes=lambda *_: 1, most_kept=pieces)
+        monkeypatch.setattr(memorize, "ADDITIVE", by_piece)
+        again.clear()
+        y, state, grads = twice_back(made)
+        assert len(again) == 4 - pieces + 4
+        found.append([y, *state.weights.values(), *state.momentum.values(), *grads])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for plan, segment in again:
+        assert additive.piece_bytes(plan, 4) == bytes_before_the_last(segment)
+
+
+def bytes_before_the_last(segment: additive.Segment) -> int:
+    """What a segment of one piece takes, but for the state after it."""
+    states = segment.weights[0], segment.states[0], segment.entered[0]
+    tensors = {x.data_ptr(): x.nbytes for x in (*states, *segment.factors)}
+    return sum(tensors.values())
+
+
+def twice_back(made: Example) -> tuple[Tensor, MemoryState, list[Tensor]]:
+    """Gradients of two backwards through one graph, the first and the second."""
+    tracked = {n: x.detach().clone().requires_grad_() for n, x in made.inputs().items()}
+    y, state = made.with_inputs(tracked).run("triton")
+    wanted, pull = list(tracked.values()), torch.ones_like(y)
+    first = torch.autograd.grad(y, wanted, pull, retain_graph=True)
+    second = torch.autograd.grad(y, wanted, pull)
+    return y.detach(), state, [*first, *second]
 
 
 def longest(parts: list[slice]) -> int:

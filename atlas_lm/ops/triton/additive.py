@@ -21,6 +21,7 @@ from atlas_lm.ops.triton.reads import (
     either,
     in_room,
 )
+from atlas_lm.ops.triton.sizes import LINEAR
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
@@ -46,7 +47,8 @@ def written_segment(
 ) -> Segment:
     """Write a segment. `carry`: weights, momentum, kept anchors, float32, changed in place.
 
-    Only where `keep` is set are the float32 weights before every piece there afterwards.
+    Only where `keep` is set are the float32 weights before every piece there afterwards, and
+    `carry` as it was but for the momentum.
     """
     weights, momentum, anchors = carry
     k, v, t = k[part], v[part], tables
@@ -90,8 +92,21 @@ def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, 
     return phi, rest
 
 
-def write(*args) -> Written:
-    return written_segment(*args, keep=False).written()
+def write(
+    plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, *begun, keep: bool
+) -> tuple[Written, Segment | None]:
+    segment = written_segment(plan, k, v, mixed, tables, part, carry, *begun, keep)
+    if keep:
+        carry[0].copy_(segment.weights[-1])
+    return segment.written(), segment if keep else None
+
+
+def piece_bytes(plan: Plan, width: int) -> int:
+    """Of a piece of `Segment`."""
+    s = plan.sizes
+    factors = s.d_v if s.network == LINEAR else s.d_v + (1 + s.network) * s.hidden
+    state = s.size * (4 + width * (1 + s.terms)) + s.pairs * factors * width
+    return plan.rows_and_heads * state
 
 
 class AdditiveBackward(Backward):
@@ -103,13 +118,8 @@ class AdditiveBackward(Backward):
         self.pushes = torch.stack(both, 1).to(self.k.dtype)
 
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
-        weights, momentum, _ = checkpoint
-        # a checkpoint may be needed again, and momentum is changed in place
-        momentum = None if momentum is None else momentum.clone()
-        carry = [weights, momentum, torch.empty_like(weights)]
-        here = self.mixed.at(part)
-        args = self.plan, self.k, self.v, here, self.tables, part, carry
-        segment = written_segment(*args, self.anchor, self.initial, keep=True)
+        here, segment = self.mixed.at(part), checkpoint[-1] or self._again(part, checkpoint)
+        checkpoint[-1] = None  # room for the next; another backward makes it again
         found = self.read_backward(part, dy, segment.written())
         stood = Stood(segment.states, segment.weights, segment.entered, segment.factors)
         assert here.share is not None
@@ -120,6 +130,14 @@ class AdditiveBackward(Backward):
         for n in reversed(range(len(pulls))):
             back(n)
         self._leave(part, back.sums())
+
+    def _again(self, part: slice, checkpoint: list) -> Segment:
+        weights, momentum, _ = checkpoint
+        # a checkpoint may be needed again, and momentum is changed in place
+        momentum = None if momentum is None else momentum.clone()
+        carry = [weights, momentum, torch.empty_like(weights)]
+        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part, carry
+        return written_segment(*args, self.anchor, self.initial, keep=True)
 
     def _leave(self, part: slice, sums: Sums) -> None:
         """What the pieces left, to where it belongs."""
@@ -134,4 +152,4 @@ class AdditiveBackward(Backward):
             d_push[:, :, 0] = sums.pulls[:, :, 1]
 
 
-ADDITIVE = Way(write, AdditiveBackward, keeps_steps=False)
+ADDITIVE = Way(write, AdditiveBackward, piece_bytes, most_kept=15 * 2**26)

@@ -179,3 +179,11 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def memory_of(device: torch.device) -> int:
+    """Bytes; what a large GPU has for Triton's interpreter, which is to do as they do."""
+    if device.type != "cuda":
+        return 2**37
+    return torch.cuda.get_device_properties(device).total_memory

@@ -193,8 +193,15 @@ def written_segment(
     return segment
 
 
-def write(*args) -> Written:
-    return written_segment(*args, keep=False, steps=None).written()
+def write(*args, keep: bool) -> tuple[Written, Tensor | None]:
+    """Of a segment its steps are kept, which took longest to make."""
+    written = written_segment(*args, keep=False, steps=None).written()
+    return written, written.terms if keep else None
+
+
+def piece_bytes(plan: Plan, width: int) -> int:
+    """Of a piece's steps."""
+    return plan.rows_and_heads * plan.sizes.terms * plan.sizes.size * width
 
 
 class MuonBackward(Backward):
@@ -208,6 +215,7 @@ class MuonBackward(Backward):
 
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         weights, momentum, steps = checkpoint
+        checkpoint[-1] = None  # room for the next; another backward makes them again
         carry = [weights, momentum, torch.empty_like(weights)]
         here = self.mixed.at(part)
         args = self.plan, self.k, self.v, here, self.tables, part, carry
@@ -257,4 +265,4 @@ class MuonBackward(Backward):
         d_push.copy_(sums.pulls)
 
 
-MUON = Way(write, MuonBackward, keeps_steps=True)
+MUON = Way(write, MuonBackward, piece_bytes, most_kept=3 * 2**27)

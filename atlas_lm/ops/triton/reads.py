@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import launch, processors
+from atlas_lm.ops.triton.launch import launch, memory_of, processors
 from atlas_lm.ops.triton.layout import DOTS, monomials
 from atlas_lm.ops.triton.reading import read_kernel
 from atlas_lm.ops.triton.reading_backward import (
@@ -21,9 +21,10 @@ from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, by_blocks
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
-KEPT = 3 * 2**27
-"""Bytes of muon's steps that are kept from forward to backward, instead of made again, of one call:
-a model has as much for every layer, unless its blocks are computed again."""
+KEPT_SHARE = 128
+"""One call may keep this part of a GPU's memory, at most what its `Way` says, from forward to
+backward instead of making it again: a model does for every layer, unless its blocks are computed
+again."""
 
 
 class Mixed(NamedTuple):
@@ -335,8 +336,8 @@ class Run(torch.autograd.Function):
     """Pieces `[n z . .]` through memories `[z size]`, everything flat and contiguous.
 
     A segment at a time: written, then read. Only the state at the beginning of a segment is kept,
-    and some of muon's steps; the backward writes the segment again from it. `way`: how an optimiser
-    writes, both ways.
+    from which the backward writes it again, and as much more of the last as there is room for.
+    `way`: how an optimiser writes, both ways.
     """
 
     @staticmethod
@@ -348,14 +349,13 @@ class Run(torch.autograd.Function):
         branch = torch.empty(y.shape if plan.sizes.norm else (1,), device=q.device)
         carry = [weights.clone(), None if momentum is None else momentum.clone(), weights.clone()]
         rounded = None if anchor is None else anchor.to(k.dtype)
-        checkpoints, left = [], KEPT if plan.graded else 0
-        for part in plan.segments(k.dtype):
+        checkpoints, parts = [], plan.segments(k.dtype)
+        for part, keep in zip(parts, way.keeps(plan, parts, k), strict=True):
             checkpoint = [None if x is None else x.clone() for x in carry[:2]]
             here = mixed.at(part)
-            written = way.write(plan, k, v, here, tables, part, carry, rounded, initial)
-            left -= written.terms.nbytes
-            kept = way.keeps_steps and left >= 0
-            checkpoints.append([*checkpoint, written.terms if kept else None])
+            args = plan, k, v, here, tables, part, carry, rounded, initial
+            written, kept = way.write(*args, keep=keep)
+            checkpoints.append([*checkpoint, kept])
             out = branch[part] if plan.sizes.norm else branch
             read(plan, q[part], k[part], here, tables, written, y[part], out)
         ctx.way, ctx.plan, ctx.checkpoints, ctx.tables = way, plan, checkpoints, tables
@@ -380,6 +380,16 @@ class Way(NamedTuple):
     """How an optimiser writes a segment, and the gradients of that."""
 
     write: Any
+    """Gives what was written, and what is kept of it, if `keep`, for a backward to take."""
     backward: type[Backward]
-    keeps_steps: bool
-    """Whether the terms of a segment are worth keeping: they took longest to make."""
+    piece_bytes: Callable[[Plan, int], int]
+    """Of what is kept of a piece, by the bytes of a number in products."""
+    most_kept: int
+    """Bytes"""
+
+    def keeps(self, plan: Plan, parts: list[slice], like: Tensor) -> list[bool]:
+        """Of each segment, whether it is kept: the last ones, which the backward takes first."""
+        left = min(self.most_kept, memory_of(like.device) // KEPT_SHARE) if plan.graded else 0
+        sizes = [part.stop - part.start for part in parts]
+        sizes = [pieces * self.piece_bytes(plan, like.element_size()) for pieces in sizes]
+        return [sum(sizes[i:]) <= left for i in range(len(sizes))]
