@@ -197,7 +197,11 @@ class Pieces:
         if self.window == 1:
             return window
         index, known = self._last
-        taken = take_rows(torch.cat([window, x], 1), index)
+        if self.alike:
+            before = self.window - 1
+            taken = torch.cat([window, x[:, -before:]], 1)[:, -before:]
+        else:
+            taken = take_rows(torch.cat([window, x], 1), index)
         return torch.where(known.view(*known.shape, *[1] * (x.ndim - 2)), taken, 0)
 
     @cached_property

@@ -28,20 +28,23 @@ def next_push(
 
 
 @triton.jit
+def push_to_x(u, x, dx, d_pulls, push, pulls, j, rows, height, S: tl.constexpr, DOT: tl.constexpr):
+    """Back through sum_i pull_i u_i x_i^T for push j: adds to dx and d_pulls."""
+    back = dot(u, push, DOT)
+    dx += pull(pulls, j, rows, height, S) * back
+    return dx, d_pulls + only(tl.sum(x * back, 1), j, S.block_pulls)
+
+
+@triton.jit
 def to_x(
     u, x, dx, d_pulls, push, pushes, pulls, rows, outs, ins, height,
     OUT: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Back through sum_i pull_i u_i x_i^T for every push: adds to dx and d_pulls.
-
-    `push`: a tile of the first.
-    """
+    """The same for every push. `push`: a tile of the first."""
     PULLS: tl.constexpr = S.pulls
     for j in range(PULLS):
         after = next_push(pushes, j, outs, ins, OUT, WIDTH, S)
-        back = dot(u, push, DOT)
-        dx += pull(pulls, j, rows, height, S) * back
-        d_pulls += only(tl.sum(x * back, 1), j, S.block_pulls)
+        dx, d_pulls = push_to_x(u, x, dx, d_pulls, push, pulls, j, rows, height, S, DOT)
         push = after
     return dx, d_pulls
 

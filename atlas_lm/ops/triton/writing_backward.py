@@ -19,6 +19,7 @@ from atlas_lm.ops.triton.pairs import added_parts
 from atlas_lm.ops.triton.pairs_backward import (
     first_layer_to_u,
     leave_pulls,
+    push_to_x,
     through_error,
     through_second_layer,
     to_first_layer,
@@ -213,15 +214,24 @@ def settle_tile(
 
 @triton.jit
 def keys_of_matrix(
-    dz, u, f, w, push, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, rows, outs, ds, height,
+    dz, u, f, w, gw, gs, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, rows, outs, ds, height,
     left, right, scale, HEIGHT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """What a tile of a matrix on phi gives the keys of some pairs, as anchor and as push: added to
-    grad_k, or written out where phi is the key itself."""
-    df, grad_pulls = to_x(
-        u, f, dot(dz, w, DOT), grad_pulls, push, pushes, pulls, rows, outs, ds, height,
-        HEIGHT, S.pitch, S, DOT,
-    )  # fmt: skip
+    grad_k, or written out where phi is the key itself.
+
+    Where steps add up, the pushes are gw and gs, which are here already.
+    """
+    df = dot(dz, w, DOT)
+    if S.written:
+        df, grad_pulls = push_to_x(u, f, df, grad_pulls, gw, pulls, 0, rows, height, S, DOT)
+        if S.terms > 0:
+            df, grad_pulls = push_to_x(u, f, df, grad_pulls, gs, pulls, 1, rows, height, S, DOT)
+    else:
+        df, grad_pulls = to_x(
+            u, f, df, grad_pulls, tile(pushes, outs, ds, HEIGHT, S.pitch), pushes, pulls, rows,
+            outs, ds, height, HEIGHT, S.pitch, S, DOT,
+        )  # fmt: skip
     if S.features == S.d_k:
         put(dk, df, rows, ds, height, S.d_k)
     else:
@@ -255,18 +265,19 @@ def settle_first_matrix(
             g_weights, g_momentum, weights, momenta, d_state, d_entered, outs, ds,
             HEIGHT, S.pitch, S,
         )  # fmt: skip
-        w, push = tile(anchor, outs, ds, HEIGHT, S.pitch), tile(pushes, outs, ds, HEIGHT, S.pitch)
+        gw, _, _, gs, _, _ = state
+        w = tile(anchor, outs, ds, HEIGHT, S.pitch)
         f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
         grad = dot(tl.trans(dz), f, DOT)
         grad_k, grad_pulls, degrees = keys_of_matrix(
-            dz, u, f, w, push, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds,
+            dz, u, f, w, gw, gs, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds,
             S.pairs, left, right, scale, HEIGHT, S, DOT,
         )  # fmt: skip
         if S.tail > 0:
             f = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
             grad += dot(tl.trans(dz_past), f, DOT)
             grad_past, past_pulls, degrees = keys_of_matrix(
-                dz_past, u_past, f, w, push, pushes, pulls, dk, grad_past, past_pulls, degrees, k,
+                dz_past, u_past, f, w, gw, gs, pushes, pulls, dk, grad_past, past_pulls, degrees, k,
                 past, outs, ds, S.tail, left, right, scale, HEIGHT, S, DOT,
             )  # fmt: skip
         # pushes are read by all before any is written
