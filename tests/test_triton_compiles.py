@@ -132,7 +132,7 @@ def test_compilations_are_of_all_arguments():
 def test_tables_name_what_there_is():
     names = {each.name for each in compilations()}
     assert all(listed <= names for listed in TOO_LARGE.values())
-    memories = {"writing", "writing_resident", "writing_backward", "muon_kernels"}
+    memories = {"writing", "writing_resident", "writing_backward", "writing_settle", "muon_kernels"}
     memories |= {"reading", "reading_hidden", "reading_backward"}
     arguments = [each.fn.arg_names for each in compilations() if each.family in memories]
     assert set().union(*arguments) >= ROUNDED | COUNTS

@@ -93,9 +93,9 @@ def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, 
 
 
 def write(
-    plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, *begun, keep: bool
+    plan: Plan, k, v, mixed: Mixed, tables: Tables, part: slice, carry, anchor, initial, keep: bool
 ) -> tuple[Written, Segment | None]:
-    segment = written_segment(plan, k, v, mixed, tables, part, carry, *begun, keep)
+    segment = written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial, keep)
     if keep:
         carry[0].copy_(segment.weights[-1])
     return segment.written(), segment if keep else None

@@ -42,8 +42,9 @@ from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
 from atlas_lm.ops.triton.reads import inputs_registers, takes_wgmma
 from atlas_lm.ops.triton.sizes import LINEAR, Sizes, by_blocks, in_narrow_tiles
 from atlas_lm.ops.triton.writing import write_kernel
-from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
+from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel
 from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
+from atlas_lm.ops.triton.writing_settle import settle_kernel
 from atlas_lm.rules import RULES, Rule
 
 KIB = 1024

@@ -11,7 +11,8 @@ from torch import Tensor
 from atlas_lm.ops.triton.launch import NUMBER, Repeated
 from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
 from atlas_lm.ops.triton.sizes import LINEAR, in_narrow_tiles
-from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel, settle_kernel
+from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel
+from atlas_lm.ops.triton.writing_settle import settle_kernel
 
 
 class Stood(NamedTuple):
