@@ -19,9 +19,9 @@ from atlas_lm.testing.kernels import check_kernels
 pytest.importorskip("triton")
 
 from atlas_lm.ops.networks import init_memory
-from atlas_lm.ops.triton import additive, memorize, muon, reads
+from atlas_lm.ops.triton import additive, layout, memorize, muon, reads
 from atlas_lm.ops.triton.layout import sizes_of
-from atlas_lm.ops.triton.sizes import team_for
+from atlas_lm.ops.triton.sizes import linear_team, team_for
 
 CLOSE, FAR = 2e-4, 2e-3
 """Errors, of the norm: what is allowed, and the most where plain float32 has lost digits already:
@@ -149,6 +149,16 @@ def assert_kernels_agree(rule: Rule, device: str, **shape) -> None:
 
 @pytest.mark.parametrize("name", ADDITIVE)
 def test_gd_and_momentum(name, kernel_device):
+    rule, shape = ADDITIVE[name]
+    assert_kernels_agree(rule, kernel_device, **shape)
+
+
+LINEAR_RULES = [name for name in ADDITIVE if name.startswith("linear")]
+
+
+@pytest.mark.parametrize("name", LINEAR_RULES)
+def test_linear_memories_too_large_for_registers(name, kernel_device, monkeypatch):
+    monkeypatch.setattr(layout, "stays_in_registers", lambda *_: False)
     rule, shape = ADDITIVE[name]
     assert_kernels_agree(rule, kernel_device, **shape)
 
@@ -461,14 +471,16 @@ def test_kept_segments_are_those_made_again(name, kernel_device, monkeypatch):
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     for plan, segment in again:
-        assert additive.piece_bytes(plan, 4) == bytes_before_the_last(segment)
+        polynomial = plan.sizes.features != plan.sizes.d_k
+        assert additive.piece_bytes(plan, 4) == bytes_before_the_last(segment, polynomial)
 
 
-def bytes_before_the_last(segment: additive.Segment) -> int:
-    """What a segment of one piece takes, but for the state after it."""
+def bytes_before_the_last(segment: additive.Segment, polynomial: bool) -> int:
+    """What a segment of one piece takes, but for the state after it. On identity features phi is
+    the keys."""
     states = segment.weights[0], segment.states[0], segment.entered[0]
-    tensors = {x.data_ptr(): x.nbytes for x in (*states, *segment.factors)}
-    return sum(tensors.values())
+    kept = *states, *segment.factors, *(segment.phi,) * polynomial
+    return sum({x.data_ptr(): x.nbytes for x in kept}.values())
 
 
 def twice_back(made: Example) -> tuple[Tensor, MemoryState, list[Tensor]]:
@@ -522,6 +534,15 @@ def test_how_large_a_team_is(outs, least, memories, processors, team):
     assert team_for(outs, least, memories, processors) == team
 
 
+@pytest.mark.parametrize(
+    ("outs", "memories", "team"),
+    [(64, 1, 4), (64, 132, 4), (64, 256, 2), (64, 512, 1), (128, 64, 8), (48, 16, 1), (16, 1, 1)],
+)
+def test_how_large_a_team_of_a_linear_memory_is(outs, memories, team):
+    """At most four programs a processor, with 16 values each at least."""
+    assert linear_team(outs, memories, 132) == team
+
+
 WIDE = {"d_k": 64, "d_v": 64, "hidden": 256}
 NARROW = {"d_k": 16, "d_v": 64, "hidden": 64}
 
@@ -550,11 +571,12 @@ def test_a_team_is_as_large_as_registers_ask(rule, shape, team, larger):
         ("mlp_polynomial", True),
         ("gated", True),
         ("mlp_hidden_in_two_blocks", False),
-        ("linear_momentum", False),
+        ("linear_momentum", True),
+        ("linear_two_blocks_of_features", True),
     ],
 )
 def test_small_memories_stay_in_registers(name, resident):
-    """So that both ways of writing are tested here."""
+    """So that both ways of writing deep memories are tested here."""
     rule, shape = ADDITIVE[name]
     widths = shape["d_k"], shape["d_v"]
     weights = init_memory(rule, 1, *widths, shape.get("hidden"), device="meta")

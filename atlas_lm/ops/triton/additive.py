@@ -21,8 +21,8 @@ from atlas_lm.ops.triton.reads import (
     either,
     in_room,
 )
-from atlas_lm.ops.triton.sizes import LINEAR
-from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
+from atlas_lm.ops.triton.sizes import LINEAR, resident_registers
+from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients, all_pieces
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
 
@@ -37,6 +37,8 @@ class Segment(NamedTuple):
     entered: Tensor
     """The momenta, rounded."""
     factors: Factors
+    phi: Tensor
+    """Features of the keys, where a backward takes them from here."""
 
     def written(self) -> Written:
         return Written(self.states[:-1], self.entered[:-1], self.factors)
@@ -72,8 +74,9 @@ def written_segment(
         k, v, *first, *gates, either(mixed.push_kept, mixed.kept), plan.marks[part.start :],
         all_weights, *here, initial, anchors, t.gain, *(() if resident else (t.residual,)),
         *factors, *Meeting.of(plan), *counts, OWN=own, KEEP=keep, **constants(plan, k),
+        registers=resident_registers(plan.sizes) if resident else None,
     )  # fmt: skip
-    return Segment(all_weights, states, entered, factors)
+    return Segment(all_weights, states, entered, factors, first[0] if resident else k)
 
 
 def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,7 @@ def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, 
     s, t, phi, rest = plan.sizes, tables, k, k
     if s.features != s.d_k:
         phi = k.new_empty(*k.shape[:3], s.pitch)
-    if s.d_k != s.d_v:
+    if s.network != LINEAR and s.d_k != s.d_v:
         rest = torch.empty(v.shape, device=v.device)
     if phi is not k or rest is not k:
         launch(
@@ -105,6 +108,8 @@ def piece_bytes(plan: Plan, width: int) -> int:
     """Of a piece of `Segment`."""
     s = plan.sizes
     factors = s.d_v if s.network == LINEAR else s.d_v + (1 + s.network) * s.hidden
+    if s.resident and s.features != s.d_k:
+        factors += s.pitch
     state = s.size * (4 + width * (1 + s.terms)) + s.pairs * factors * width
     return plan.rows_and_heads * state
 
@@ -121,12 +126,17 @@ class AdditiveBackward(Backward):
         here, segment = self.mixed.at(part), checkpoint[-1] or self._again(part, checkpoint)
         checkpoint[-1] = None  # room for the next; another backward makes it again
         found = self.read_backward(part, dy, segment.written())
-        stood = Stood(segment.states, segment.weights, segment.entered, segment.factors)
+        state = segment.states, segment.weights, segment.entered
+        stood = Stood(*state, segment.factors, segment.phi)
         assert here.share is not None
         pulls = here.share[:, :, -1:]
         if here.push is not None:
             pulls = torch.cat([pulls, here.push], 2)
-        back = WriteGradients(self, part, here, pulls.contiguous(), stood, found, self.pushes)
+        args = self, part, here, pulls.contiguous(), stood, found
+        if self.plan.sizes.resident and self.plan.sizes.network == LINEAR:
+            self._leave(part, all_pieces(*args))
+            return
+        back = WriteGradients(*args, self.pushes)
         for n in reversed(range(len(pulls))):
             back(n)
         self._leave(part, back.sums())

@@ -40,10 +40,20 @@ from atlas_lm.ops.triton.reading_backward import (
 )
 from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
 from atlas_lm.ops.triton.reads import inputs_registers, takes_wgmma
-from atlas_lm.ops.triton.sizes import LINEAR, Sizes, by_blocks, in_narrow_tiles
+from atlas_lm.ops.triton.sizes import (
+    LINEAR,
+    Sizes,
+    by_blocks,
+    in_narrow_tiles,
+    resident_registers,
+)
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel
 from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
+from atlas_lm.ops.triton.writing_resident_backward import (
+    linear_keys_kernel,
+    resident_backward_kernel,
+)
 from atlas_lm.ops.triton.writing_settle import settle_kernel
 from atlas_lm.rules import RULES, Rule
 
@@ -94,6 +104,15 @@ class Case:
 
 CASES = {
     "linear, degree 2": Case(rule=Rule(features="polynomial", window=16), d_k=16),
+    "linear, degree 2, by a team": Case(
+        rule=Rule(features="polynomial", window=16), d_k=16, team=4
+    ),
+    "linear, degree 2, momentum": Case(
+        rule=Rule(features="polynomial", optimizer="momentum"), d_k=16
+    ),
+    "linear_attention": Case(rule=RULES["linear_attention"]),
+    "linear_attention, by a team": Case(rule=RULES["linear_attention"], team=4),
+    "linear, momentum": Case(rule=Rule(optimizer="momentum", window=16), team=4),
     "titans": Case(rule=RULES["titans"], hidden=256),
     "titans, by a team": Case(rule=RULES["titans"], hidden=256, team=4),
     "titans, window 16": Case(rule=replace(RULES["titans"], window=16), hidden=256),
@@ -116,6 +135,12 @@ BY_BLOCKS = hidden_kernel, branch_kernel, factors_kernel, pull_kernel, error_ker
 """Whose programs have a block of a memory each."""
 DEEP = hidden_kernel, pull_kernel, error_kernel, read_hidden_backward_kernel
 """What linear memories do without."""
+REGISTERS = {
+    read_inputs_backward_kernel: inputs_registers,
+    resident_kernel: resident_registers,
+    resident_backward_kernel: resident_registers,
+}
+"""The most that a thread of these may have."""
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
 ROUNDED |= {"d_u1", "d_h", "d_u2", "d_u3", "u", "d_u", "dz", "dz3", "of_branch", "own", "back"}
@@ -159,7 +184,7 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     writes = muon if rule.optimizer == "muon" else additive_kernels(sizes)
     reads = [read_kernel, read_inputs_backward_kernel, read_hidden_backward_kernel]
     reads += [read_pairs_backward_kernel] * sizes.written
-    every = (*writes, *reads, pull_kernel, error_kernel, settle_kernel)
+    every = (*writes, *reads, *settled_by(sizes))
     blocks = by_blocks(sizes, 128, 132)
     sized: dict[Any, Sizes] = dict.fromkeys(BY_BLOCKS, blocks)
     sized[settle_kernel] = in_narrow_tiles(blocks)
@@ -170,12 +195,20 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     ]
 
 
+def settled_by(sizes: Sizes) -> tuple[Any, ...]:
+    """What takes the gradients of writing."""
+    if sizes.network == LINEAR and sizes.resident:
+        return resident_backward_kernel, linear_keys_kernel
+    return pull_kernel, error_kernel, settle_kernel
+
+
 def additive_kernels(sizes: Sizes) -> tuple[Any, ...]:
     """What writes memories under gd and momentum."""
     if not sizes.resident:
         return (write_kernel,)
-    made = () if sizes.d_k == sizes.features == sizes.d_v else (prepare_kernel,)
-    return *made, resident_kernel
+    polynomial, deep = sizes.features != sizes.d_k, sizes.network != LINEAR
+    prepares = polynomial or (deep and sizes.d_k != sizes.d_v)
+    return *(prepare_kernel,) * prepares, resident_kernel
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
@@ -200,7 +233,7 @@ def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:
         num_warps=4,
         wgmma=takes_wgmma(sizes),
         num_stages=1,
-        registers=inputs_registers(sizes) if fn is read_inputs_backward_kernel else None,
+        registers=REGISTERS[fn](sizes) if fn in REGISTERS else None,
     )
 
 

@@ -70,6 +70,7 @@ def sizes_of(
         and stays_in_registers(
             network, block(share), block(d_v), blocks * step, block(length), terms
         ),
+        tiles=blocks if network == LINEAR else 1 + network * blocks,
     )
 
 

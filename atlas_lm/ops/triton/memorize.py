@@ -18,7 +18,7 @@ from atlas_lm.ops.triton.layout import flatten, sizes_of, unflatten
 from atlas_lm.ops.triton.mixing import additive, stepping
 from atlas_lm.ops.triton.muon import MUON
 from atlas_lm.ops.triton.reads import Mixed, Plan, Run, Slow
-from atlas_lm.ops.triton.sizes import Sizes, block, team_for
+from atlas_lm.ops.triton.sizes import Sizes, block, linear_team, team_for
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Values, Weights
 
@@ -69,22 +69,36 @@ def memorize_triton(tokens: Tokens, outer: Outer, state: MemoryState) -> tuple[V
 def team_of(rule: Rule, weights: Weights, q: Tensor, d_v: int) -> int:
     """Linear memories need not meet. Triton's interpreter runs one program after the other, where
     those that meet would wait forever."""
-    memories = q.shape[0] * q.shape[2]
+    memories, widths = q.shape[0] * q.shape[2], (q.shape[-1], d_v, rule.chunk)
+    here = processors(q.device)
     if rule.network == "linear":
-        return team_for(d_v, 16, memories, processors(q.device))
+        team = linear_team(d_v, memories, here)
+        stays = stays_resident(rule, weights, widths, team)
+        return team if stays else team_for(d_v, 16, memories, here)
     if q.device.type != "cuda":
         return 1
-    team = team_for(weights["w2"].shape[-2], 32, memories, processors(q.device))
-    return team_in_registers(rule, weights, (q.shape[-1], d_v, rule.chunk), team)
+    return team_in_registers(
+        rule, weights, widths, team_for(hidden_of(weights), 32, memories, here)
+    )
+
+
+def hidden_of(weights: Weights) -> int:
+    return weights["w2"].shape[-2]
+
+
+def stays_resident(rule: Rule, weights: Weights, widths: tuple[int, int, int], team: int) -> bool:
+    """Whether the members of a team keep their state in registers."""
+    terms = int(rule.optimizer == "momentum")
+    return sizes_of(rule, weights, *widths, terms, team).resident
 
 
 def team_in_registers(rule: Rule, weights: Weights, widths: tuple[int, int, int], team: int) -> int:
     """The smallest team, no smaller than this one, whose members keep their state in registers,
     though not all of them may find room on the GPU at once; this one, if there is none."""
-    hidden, terms = weights["w2"].shape[-2], int(rule.optimizer == "momentum")
+    hidden = hidden_of(weights)
     for more in (team, 2, 4):
         whole = more >= team and block(hidden // more) * more == hidden
-        if whole and sizes_of(rule, weights, *widths, terms, more).resident:
+        if whole and stays_resident(rule, weights, widths, more):
             return more
     return team
 

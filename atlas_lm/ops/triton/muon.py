@@ -87,6 +87,7 @@ class Segment:
         self.all_states[0] = carry[0]
         self.all_factors = Factors.room(count, plan, k)
         phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
+        self.phi = phi
         anchors = anchor if plan.own and part.start == 0 else self.all_states
         self.momenta = self._momenta(phi, mixed)
         self.launches = [
@@ -152,7 +153,8 @@ class Segment:
         )  # fmt: skip
 
     def stood(self) -> Stood:
-        return Stood(self.all_states, self.all_weights, self.all_momenta, self.all_factors)
+        state = self.all_states, self.all_weights, self.all_momenta
+        return Stood(*state, self.all_factors, self.phi)
 
     def written(self) -> Written:
         return Written(self.all_states[:-1], self.all_terms, self.all_factors)

@@ -62,6 +62,8 @@ class Sizes(NamedTuple):
     """Fast weights of one row and head."""
     resident: bool
     """Whether a share of the state stays in registers while pieces are written."""
+    tiles: int
+    """That a share of the state is then in."""
 
 
 def block(width: int) -> int:
@@ -79,11 +81,13 @@ def feature_block(d_k: int, features: int) -> int:
 def stays_in_registers(
     network: int, share: int, outs: int, ins: int, length: int, terms: int
 ) -> bool:
-    """Whether a share of a deep memory's state, and of its momentum, has room in the registers of a
+    """Whether a share of a memory's state, and of its momentum, has room in the registers of a
     program beside the features of a piece: all sizes in whole blocks."""
-    state = (1 + terms) * (registers(outs, share) + network * registers(share, ins))
-    narrow = max(share, outs, length) <= 64
-    return network != LINEAR and narrow and state + registers(length, ins) // 2 <= 144
+    state = (1 + terms) * registers(share, ins)
+    if network != LINEAR:
+        state = (1 + terms) * (registers(outs, share) + network * registers(share, ins))
+    narrow = max(share, length, outs if network != LINEAR else 0) <= 64
+    return narrow and state + registers(length, ins) // 2 <= 144
 
 
 def registers(rows: int, columns: int) -> int:
@@ -103,6 +107,22 @@ def team_for(outs: int, least: int, memories: int, processors: int) -> int:
         if whole and share >= enough and programs <= 2 * processors:
             return team
     return 1
+
+
+def linear_team(outs: int, memories: int, processors: int) -> int:
+    """How many programs write a linear memory of `outs` values whose state stays in registers: they
+    need not meet, and four with 16 values each have room on a processor."""
+    for team in (8, 4, 2):
+        share = outs // team
+        whole = share * team == outs and share == triton.next_power_of_2(share)
+        if whole and share >= 16 and memories * team <= 4 * processors:
+            return team
+    return 1
+
+
+def resident_registers(sizes: Sizes) -> int | None:
+    """Of programs that have 16 values of a linear memory: four of them on a processor of Hopper."""
+    return 128 if sizes.network == LINEAR and sizes.block_share == 16 else None
 
 
 def by_blocks(sizes: Sizes, memories: int, processors: int) -> Sizes:

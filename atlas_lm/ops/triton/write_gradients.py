@@ -8,10 +8,14 @@ import torch
 import triton
 from torch import Tensor
 
-from atlas_lm.ops.triton.launch import NUMBER, Repeated
+from atlas_lm.ops.triton.launch import NUMBER, Repeated, launch
 from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
-from atlas_lm.ops.triton.sizes import LINEAR, in_narrow_tiles
+from atlas_lm.ops.triton.sizes import LINEAR, in_narrow_tiles, resident_registers
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel
+from atlas_lm.ops.triton.writing_resident_backward import (
+    linear_keys_kernel,
+    resident_backward_kernel,
+)
 from atlas_lm.ops.triton.writing_settle import settle_kernel
 
 
@@ -24,6 +28,8 @@ class Stood(NamedTuple):
     """float32"""
     momenta: Tensor
     factors: Factors
+    phi: Tensor
+    """`[n z p pitch]`: features of the keys, rounded."""
 
 
 class Sums(NamedTuple):
@@ -87,3 +93,31 @@ class WriteGradients:
 
     def sums(self) -> Sums:
         return Sums(self.reads_dk + self.dk.sum(0), self.d_pulls.sum(0), self.d_last.sum(0))
+
+
+def all_pieces(
+    back: Backward, part: slice, here: Mixed, pulls: Tensor, stood: Stood, found: ReadGradients
+) -> Sums:
+    """What `WriteGradients` does, for linear memories whose state stays in registers.
+
+    What `found` has of states and momenta is taken, and their pushes put there.
+    """
+    plan, s, t, (count, z, *_) = back.plan, back.plan.sizes, back.tables, pulls.shape
+    own = plan.own and part.start == 0
+    k, dv, options = back.k[part], back.dv[part], constants(back.plan, back.k)
+    d_last = torch.empty(s.team, count, z, 3, device=pulls.device)
+    d_pulls = torch.empty_like(pulls)
+    launch(
+        resident_backward_kernel, (z * s.team,),
+        stood.phi, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
+        pulls, plan.marks[part], back.g_anchor, stood.weights, stood.momenta, found.factors.u1,
+        found.states, found.terms, back.g_weights, back.g_momentum, back.g_initial, back.g_anchors,
+        dv, d_last, count, z, OWN=own, registers=resident_registers(s), **options,
+    )  # fmt: skip
+    launch(
+        linear_keys_kernel, (z, count),
+        k, stood.phi, stood.factors.u1, back.anchor if own else stood.states, found.states,
+        found.terms, pulls, t.left, t.right, t.scale, dv, found.dk, d_pulls, back.d_degrees[part],
+        z, s.heads, **options,
+    )  # fmt: skip
+    return Sums(found.dk, d_pulls, d_last.sum(0))

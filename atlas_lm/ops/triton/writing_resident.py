@@ -1,8 +1,9 @@
-"""Write pieces into deep memories whose state stays in registers from the first piece to the last.
+"""Write pieces into memories whose state stays in registers from the first piece to the last.
 
-A program has all of a memory, or a member's share of its hidden layer (`team`). Its weights and its
-momentum are tuples of tiles: w1 `[v f]`, then w2 `[f d]` and w3 in blocks of features. Rounded, the
-weights are the anchor of the next piece; what goes to memory is for others to read.
+A program has all of a memory, or a member's share of its hidden layer (`team`), or of a linear
+memory's values. Its weights and its momentum are tuples of tiles: w1 `[v f]`, then w2 `[f d]` and
+w3 in blocks of features; or w `[v d]` in such blocks. Rounded, the weights are the anchor of the
+next piece; what goes to memory is for others to read.
 """
 
 import triton
@@ -36,7 +37,7 @@ def prepare_kernel(
         rows = start + tl.arange(0, ROWS)
         if S.features != S.d_k:
             keep_features(k, phi, rows, S.pairs, left, right, scale, S)
-        if S.d_k != S.d_v:
+        if S.network != 0 and S.d_k != S.d_v:
             e = rest_of_error(k, v, residual, rows, vs, S.pairs, S, DOT)
             put(rest, e, rows, vs, S.pairs, S.d_v)
 
@@ -59,7 +60,11 @@ def place(n: tl.constexpr, member, S: tl.constexpr):
     V: tl.constexpr = S.block_v
     BLOCKS: tl.constexpr = S.blocks
     hs, first = tl.arange(0, F), member * S.share
-    if n == 0:
+    if S.network == 0:
+        ds = n * STEP + tl.arange(0, STEP)
+        at = (first + hs)[:, None] * S.pitch + ds[None, :]
+        inside = (hs < S.share)[:, None] & (ds < S.pitch)[None, :]
+    elif n == 0:
         vs = tl.arange(0, V)
         at = vs[:, None] * S.hidden + first + hs[None, :]
         inside = (vs < S.d_v)[:, None] & (hs < S.share)[None, :]
@@ -73,7 +78,7 @@ def place(n: tl.constexpr, member, S: tl.constexpr):
 
 @triton.jit
 def load_tiles(base, member, S: tl.constexpr):
-    TILES: tl.constexpr = 1 + S.network * S.blocks
+    TILES: tl.constexpr = S.tiles
     made = ()
     for n in tl.static_range(TILES):
         at, inside = place(n, member, S)
@@ -89,7 +94,7 @@ def store_tile(base, value, n: tl.constexpr, member, S: tl.constexpr):
 
 @triton.jit
 def store_tiles(base, tiles, member, S: tl.constexpr):
-    TILES: tl.constexpr = 1 + S.network * S.blocks
+    TILES: tl.constexpr = S.tiles
     for n in tl.static_range(TILES):
         store_tile(base, tiles[n], n, member, S)
 
@@ -97,7 +102,7 @@ def store_tiles(base, tiles, member, S: tl.constexpr):
 @triton.jit
 def mixed(xs, a, ys, b, S: tl.constexpr):
     """a xs + b ys"""
-    TILES: tl.constexpr = 1 + S.network * S.blocks
+    TILES: tl.constexpr = S.tiles
     made = ()
     for n in tl.static_range(TILES):
         made += (a * xs[n] + b * ys[n],)
@@ -106,7 +111,7 @@ def mixed(xs, a, ys, b, S: tl.constexpr):
 
 @triton.jit
 def scaled(xs, a, S: tl.constexpr):
-    TILES: tl.constexpr = 1 + S.network * S.blocks
+    TILES: tl.constexpr = S.tiles
     made = ()
     for n in tl.static_range(TILES):
         made += (a * xs[n],)
@@ -115,7 +120,7 @@ def scaled(xs, a, S: tl.constexpr):
 
 @triton.jit
 def rounded(xs, S: tl.constexpr, DOT: tl.constexpr):
-    TILES: tl.constexpr = 1 + S.network * S.blocks
+    TILES: tl.constexpr = S.tiles
     made = ()
     for n in tl.static_range(TILES):
         made += (xs[n].to(DOT),)
@@ -299,13 +304,61 @@ def write_piece(
 
 
 @triton.jit
+def linear_pairs(
+    w, s, given, v, f, u1, share, push, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """A linear memory's weights and momentum with the gradients of some pairs. `given`: by the
+    memory, for their keys, which l2 compares with the values."""
+    BLOCKS: tl.constexpr = S.blocks
+    e = -v.to(tl.float32)
+    if S.objective == 0:
+        e += given
+    put(u1, e, rows, vs, height, S.d_v)
+    return moved(w, s, e, f, share, push, 0, BLOCKS, S, DOT)
+
+
+@triton.jit
+def write_linear_piece(
+    w, s, v, phi, anchor, u1, share, push, kept, carried, push_kept, at, member, still,
+    S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A linear memory's weights and momentum after a piece."""
+    LENGTH: tl.constexpr = S.block_length
+    TAIL: tl.constexpr = S.block_tail
+    F: tl.constexpr = S.block_share
+    mine, past = S.tail + still + tl.arange(0, LENGTH), still + tl.arange(0, TAIL)
+    vs = member * S.share + tl.arange(0, F)
+    v_own = tile(v, mine, vs, S.pairs, S.d_v)
+    f = load_features(phi, mine, S.pairs, S)
+    v_past, f_past = v_own, f
+    if S.tail > 0:
+        v_past = tile(v, past, vs, S.tail, S.d_v)
+        f_past = load_features(phi, past, S.tail, S)
+    now, push_now, now_past, push_past = last_shares(share, push, at, mine, past, S)
+    keep, carry, push_keep = last_kept(kept, carried, push_kept, at, S)
+    given, given_past = v_own, v_past
+    if S.objective == 0:
+        given, given_past = hidden_inputs(f, f_past, anchor, 0, S, DOT)
+    if S.terms > 0:
+        w, s = mixed(w, keep, s, carry, S), scaled(s, push_keep, S)
+    else:
+        w = scaled(w, keep, S)
+    w, s = linear_pairs(w, s, given, v_own, f, u1, now, push_now, mine, vs, S.pairs, S, DOT)
+    if S.tail > 0:
+        w, s = linear_pairs(
+            w, s, given_past, v_past, f_past, u1, now_past, push_past, past, vs, S.tail, S, DOT
+        )
+    return w, s
+
+
+@triton.jit
 def leave_state(
     weights, states, entered, anchors, w, s, size, keep, member,
     KEEP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """The state before the next piece, rounded; under KEEP the weights also as they are; if `keep`,
     as anchor."""
-    TILES: tl.constexpr = 1 + S.network * S.blocks
+    TILES: tl.constexpr = S.tiles
     for n in tl.static_range(TILES):
         store_tile(states + size, w[n], n, member, S)
         if S.terms > 0:
@@ -352,27 +405,35 @@ def resident_kernel(
     w, s = load_tiles(weights + z * S.size, member, S), ()
     if S.terms > 0:
         s = load_tiles(momentum + z * S.size, member, S)
-    f = load_features(phi + z * S.pairs * S.pitch, mine, S.pairs, S)
+    f = ()
+    if S.network != 0:
+        f = load_features(phi + z * S.pairs * S.pitch, mine, S.pairs, S)
     for n in range(pieces):
         at = n * rows_and_heads + z
+        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
         # 0, which the compiler cannot know: else it makes every offset before the loop and spills
         still = n >> 30
         me = member + still
         pairs = at * S.pairs
-        after = tl.minimum(n + 1, pieces - 1) * rows_and_heads + z
         anchor = rounded(w, S, DOT)
         if OWN:
             anchor = load_tiles(own_anchor + z * S.size, me, S)
-        w1 = anchor[0] if OWN else left_w1(states + at * S.size, me, S)
-        deep = pairs * S.hidden
-        w, s, f = write_piece(
-            w, s, f, k + pairs * S.d_k, v + pairs * S.d_v, phi + pairs * S.pitch,
-            phi + after * S.pairs * S.pitch, rest + pairs * S.d_v, anchor, w1, gain,
-            u1 + pairs * S.d_v, h + deep, u2 + deep, u3 + deep,
-            share, push, kept, carried, push_kept, at,
-            room, arrived, n + 1, me, still, S, DOT,
-        )  # fmt: skip
-        mark = tl.load(marks + at + rows_and_heads, mask=n + 1 < marked, other=0)
+        if S.network == 0:
+            w, s = write_linear_piece(
+                w, s, v + pairs * S.d_v, phi + pairs * S.pitch, anchor, u1 + pairs * S.d_v,
+                share, push, kept, carried, push_kept, at, me, still, S, DOT,
+            )  # fmt: skip
+        else:
+            w1 = anchor[0] if OWN else left_w1(states + at * S.size, me, S)
+            deep = pairs * S.hidden
+            after = (tl.minimum(n + 1, pieces - 1) * rows_and_heads + z) * S.pairs
+            w, s, f = write_piece(
+                w, s, f, k + pairs * S.d_k, v + pairs * S.d_v, phi + pairs * S.pitch,
+                phi + after * S.pitch, rest + pairs * S.d_v, anchor, w1, gain,
+                u1 + pairs * S.d_v, h + deep, u2 + deep, u3 + deep,
+                share, push, kept, carried, push_kept, at,
+                room, arrived, n + 1, me, still, S, DOT,
+            )  # fmt: skip
         size = (at + rows_and_heads) * S.size
         leave_state(weights, states, entered, anchors, w, s, size, mark & 2, me, KEEP, S)
         # not a choice before the state is left: its tiles would be there in two layouts
