@@ -4,8 +4,8 @@ what `newton_schulz_kernels.momentum_backward` computes, laid out by hand.
 Triton gives the warps of a program rows alone where products follow each other, so that eight warps
 would do the work of four, and four hold a matrix of 64 x 256 only by spilling. Here two groups of
 four warps have half of the columns each, a sum stays in the registers that a product adds to, and
-iterates wait in shared memory for the way back. Gluon has no interpreter: CPU tests run the kernel
-in Triton, and compile this one.
+iterates wait in shared memory for the way back. Gluon has no interpreter: CPU tests compile this
+kernel, and run it with a language of their own (tests/gluon_on_cpu.py).
 """
 
 from triton.experimental import gluon
