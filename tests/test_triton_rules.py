@@ -5,7 +5,7 @@ shapes are as small as they can be and still fill one block, several, or none.
 """
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from atlas_lm.ops.networks import init_memory
 from atlas_lm.ops.triton import additive, memorize, muon, reads
 from atlas_lm.ops.triton.layout import sizes_of
-from atlas_lm.ops.triton.sizes import team_for
+from atlas_lm.ops.triton.sizes import prepares, team_for
 
 CLOSE, FAR = 2e-4, 2e-3
 """Errors, of the norm: what is allowed, and the most where plain float32 has lost digits already:
@@ -436,7 +436,10 @@ def test_some_steps_are_kept(pieces, kernel_device, monkeypatch):
     assert kept == [True] * pieces + [False] * (4 - pieces)
 
 
-@pytest.mark.parametrize("name", ["linear_momentum", "mlp_momentum", "mlp_polynomial", "gated"])
+@pytest.mark.parametrize(
+    "name",
+    ["linear_momentum", "mlp_momentum", "mlp_polynomial", "gated", "gated_polynomial_momentum"],
+)
 def test_kept_segments_are_those_made_again(name, kernel_device, monkeypatch):
     """Two of four: y, states and gradients are the same numbers, those of a second backward too."""
     rule, shape = ADDITIVE[name]
@@ -461,13 +464,14 @@ def test_kept_segments_are_those_made_again(name, kernel_device, monkeypatch):
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     for plan, segment in again:
-        assert additive.piece_bytes(plan, 4) == bytes_before_the_last(segment)
+        assert additive.piece_bytes(plan, 4) == bytes_before_the_last(plan, segment)
 
 
-def bytes_before_the_last(segment: additive.Segment) -> int:
+def bytes_before_the_last(plan: reads.Plan, segment: additive.Segment) -> int:
     """What a segment of one piece takes, but for the state after it."""
     states = segment.weights[0], segment.states[0], segment.entered[0]
-    tensors = {x.data_ptr(): x.nbytes for x in (*states, *segment.factors)}
+    prepared = compress(segment.prepared or (), prepares(plan.sizes))
+    tensors = {x.data_ptr(): x.nbytes for x in (*states, *segment.factors, *prepared)}
     return sum(tensors.values())
 
 

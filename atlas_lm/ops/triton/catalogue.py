@@ -40,7 +40,7 @@ from atlas_lm.ops.triton.reading_backward import (
 )
 from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
 from atlas_lm.ops.triton.reads import inputs_registers, takes_wgmma
-from atlas_lm.ops.triton.sizes import LINEAR, Sizes, by_blocks, in_narrow_tiles
+from atlas_lm.ops.triton.sizes import LINEAR, Sizes, by_blocks, in_narrow_tiles, prepares
 from atlas_lm.ops.triton.writing import write_kernel
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel
 from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
@@ -114,7 +114,7 @@ CASES = {
 
 BY_BLOCKS = hidden_kernel, branch_kernel, factors_kernel, pull_kernel, error_kernel, settle_kernel
 """Whose programs have a block of a memory each."""
-DEEP = hidden_kernel, pull_kernel, error_kernel, read_hidden_backward_kernel
+DEEP = hidden_kernel, branch_kernel, pull_kernel, error_kernel, read_hidden_backward_kernel
 """What linear memories do without."""
 ROUNDED = {"q", "k", "v", "y", "dq", "dv", "dy", "state", "states", "terms", "entered", "pushes"}
 ROUNDED |= {"own_anchor", "u1", "h", "u2", "u3", "d_state", "d_terms", "d_entered"}
@@ -156,7 +156,9 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
     muon = hidden_kernel, branch_kernel, factors_kernel, advance_kernel
-    writes = muon if rule.optimizer == "muon" else additive_kernels(sizes)
+    additive = (resident_kernel if sizes.resident else write_kernel,)
+    prepare = (prepare_kernel,) if any(prepares(sizes)) else ()
+    writes = *prepare, *(muon if rule.optimizer == "muon" else additive)
     reads = [read_kernel, read_inputs_backward_kernel, read_hidden_backward_kernel]
     reads += [read_pairs_backward_kernel] * sizes.written
     every = (*writes, *reads, pull_kernel, error_kernel, settle_kernel)
@@ -168,14 +170,6 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
         for fn in every
         if sizes.network != LINEAR or fn not in DEEP
     ]
-
-
-def additive_kernels(sizes: Sizes) -> tuple[Any, ...]:
-    """What writes memories under gd and momentum."""
-    if not sizes.resident:
-        return (write_kernel,)
-    made = () if sizes.d_k == sizes.features == sizes.d_v else (prepare_kernel,)
-    return *made, resident_kernel
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:

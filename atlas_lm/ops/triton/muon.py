@@ -27,6 +27,7 @@ from atlas_lm.ops.triton.reads import (
     Factors,
     Mixed,
     Plan,
+    Prepared,
     ReadGradients,
     Tables,
     Way,
@@ -86,16 +87,17 @@ class Segment:
         )
         self.all_states[0] = carry[0]
         self.all_factors = Factors.room(count, plan, k)
-        phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
+        self.prepared = Prepared.of(plan, k[part], v[part], tables)
+        phi = self.prepared.phi
         anchors = anchor if plan.own and part.start == 0 else self.all_states
         self.momenta = self._momenta(phi, mixed)
         self.launches = [
-            *self._make_factors(k[part], v[part], anchors, phi),
+            *self._make_factors(k[part], v[part], anchors),
             *(self._make_steps() if steps is None else ()),
             self._advance(phi, mixed),
         ]
 
-    def _make_factors(self, k: Tensor, v: Tensor, anchor: Tensor, phi: Tensor) -> list[Repeated]:
+    def _make_factors(self, k: Tensor, v: Tensor, anchor: Tensor) -> list[Repeated]:
         """What is launched for the factors of a piece's pairs, one after the other."""
         plan, t, f, z = self.plan, self.tables, self.all_factors, k.shape[1]
         s = by_blocks(plan.sizes, z, processors(k.device))
@@ -106,14 +108,12 @@ class Segment:
         hidden = Repeated(hidden_kernel, blocks, k, anchor, f.h, parts, *tables, *number, **options)
         branch = Repeated(
             branch_kernel, (z, triton.cdiv(s.pairs, s.few)),
-            k, v, t.gain, t.residual, parts, f.u1, phi, *tables, *number, **options,
+            k, v, self.prepared.rest, t.gain, parts, f.u1, *number, **options,
         )  # fmt: skip
         factors = Repeated(
             factors_kernel, blocks, k, v, anchor, f.u1, f.u2, f.u3, *tables, *number, **options
         )
-        if s.network != 0:
-            return [hidden, branch, factors]
-        return [factors] if s.features == s.d_k else [branch, factors]
+        return [factors] if s.network == 0 else [hidden, branch, factors]
 
     def _momenta(self, phi: Tensor, mixed: Mixed) -> list[Momenta]:
         """For matrices of one size at a time: what their momenta are made of."""
@@ -152,7 +152,9 @@ class Segment:
         )  # fmt: skip
 
     def stood(self) -> Stood:
-        return Stood(self.all_states, self.all_weights, self.all_momenta, self.all_factors)
+        return Stood(
+            self.all_states, self.all_weights, self.all_momenta, self.all_factors, self.prepared
+        )
 
     def written(self) -> Written:
         return Written(self.all_states[:-1], self.all_terms, self.all_factors)

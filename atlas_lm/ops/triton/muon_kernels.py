@@ -9,11 +9,11 @@ import triton.language as tl
 
 from atlas_lm.ops.triton.pairs import (
     added_parts,
-    error_at_branch,
     hidden_layer,
     linear_factors,
+    prepared_error,
 )
-from atlas_lm.ops.triton.tiles import dot, keep_features, put, tile
+from atlas_lm.ops.triton.tiles import dot, put, tile
 from atlas_lm.ops.triton.writing import outer_sum
 
 
@@ -57,26 +57,21 @@ def hidden_kernel(
 
 @triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
 def branch_kernel(
-    k, v, gain, residual, parts, u1, phi, left, right, scale, piece, rows_and_heads, heads,
+    k, v, rest, gain, parts, u1, piece, rows_and_heads, heads,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """u1 of few pairs a program, from the parts of the branch; and their features."""
+    """u1 of few pairs a program, from the parts of the branch."""
     ROWS: tl.constexpr = S.few
     V: tl.constexpr = S.block_v
     z = tl.program_id(0).to(tl.int64)
     head, pairs = z % heads, (piece * rows_and_heads + z) * S.pairs
     rows, vs = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
-    k += pairs * S.d_k
-    if S.network != 0:
-        o = added_parts(parts + z * S.team * S.pairs * S.d_v, rows, vs, 0, 1, S)
-        error, _, _, _ = error_at_branch(
-            o, k, v + pairs * S.d_v, gain + head * S.d_v, residual + head * S.d_v * S.d_k,
-            rows, vs, S.pairs, S, DOT,
-        )  # fmt: skip
-        put(u1 + pairs * S.d_v, error, rows, vs, S.pairs, S.d_v)
-    if S.features != S.d_k:
-        scale += head * S.features
-        keep_features(k, phi + pairs * S.pitch, rows, S.pairs, left, right, scale, S)
+    wide = pairs * S.d_v
+    o = added_parts(parts + z * S.team * S.pairs * S.d_v, rows, vs, 0, 1, S)
+    error, _, _, _ = prepared_error(
+        o, k + pairs * S.d_k, v + wide, rest + wide, gain + head * S.d_v, rows, vs, S.pairs, S, DOT
+    )
+    put(u1 + wide, error, rows, vs, S.pairs, S.d_v)
 
 
 @triton.jit

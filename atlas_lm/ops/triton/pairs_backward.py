@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_bend, gelu_slope, through_norm
-from atlas_lm.ops.triton.pairs import error_at_branch
+from atlas_lm.ops.triton.pairs import prepared_error
 from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, only, put, tile
 
 
@@ -169,10 +169,10 @@ def through_second_layer(
 
 @triton.jit
 def through_error(
-    up, o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
-):
+    up, o, k, v, rest, gain, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
     """From the gradient of u1 to the branch o, the error, and the gain, summed over the rows."""
-    u1, e, unit, size = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
+    u1, e, unit, size = prepared_error(o, k, v, rest, gain, rows, vs, height, S, DOT)
     inside = (rows < height)[:, None]
     up = tl.where(inside, up, 0.0)
     e = tl.where(inside, e, 0.0)

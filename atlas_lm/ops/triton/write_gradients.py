@@ -9,8 +9,17 @@ import triton
 from torch import Tensor
 
 from atlas_lm.ops.triton.launch import NUMBER, Repeated
-from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
-from atlas_lm.ops.triton.sizes import LINEAR, in_narrow_tiles
+from atlas_lm.ops.triton.reads import (
+    Backward,
+    Factors,
+    Mixed,
+    Prepared,
+    ReadGradients,
+    constants,
+    either,
+    product,
+)
+from atlas_lm.ops.triton.sizes import L2, LINEAR, in_narrow_tiles, prepares
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel
 from atlas_lm.ops.triton.writing_settle import settle_kernel
 
@@ -24,6 +33,7 @@ class Stood(NamedTuple):
     """float32"""
     momenta: Tensor
     factors: Factors
+    prepared: Prepared
 
 
 class Sums(NamedTuple):
@@ -50,7 +60,9 @@ class WriteGradients:
         own = plan.own and part.start == 0
         anchor = back.anchor if own else stood.states
         matrices = s.network + 1
-        self.reads_dk = found.dk
+        self.reads_dk, self.dv, self.residual = found.dk, dv, None
+        if s.objective == L2 and prepares(s)[1]:
+            self.residual = t.residual
         self.dk = torch.empty(s.team * max(1, s.network), *k.shape, device=device)
         self.d_pulls = torch.empty(s.team * matrices, *pulls.shape, device=device)
         self.d_last = torch.empty(s.team * matrices, count, z, 3, device=device)
@@ -67,7 +79,7 @@ class WriteGradients:
         )  # fmt: skip
         error = Repeated(
             error_kernel, (z, triton.cdiv(s.pairs, s.few)),
-            k, v, t.gain, t.residual, parts, do, dv, found.dk, back.d_gain_write,
+            k, v, stood.prepared.rest, t.gain, parts, do, dv, found.dk, back.d_gain_write,
             NUMBER, z, s.heads, **options,
         )  # fmt: skip
         settle = Repeated(
@@ -86,4 +98,14 @@ class WriteGradients:
             repeated(n)
 
     def sums(self) -> Sums:
-        return Sums(self.reads_dk + self.dk.sum(0), self.d_pulls.sum(0), self.d_last.sum(0))
+        dk = self.reads_dk + self.dk.sum(0)
+        if self.residual is not None:
+            dk -= through_residual(self.dv, self.residual)
+        return Sums(dk, self.d_pulls.sum(0), self.d_last.sum(0))
+
+
+def through_residual(grad: Tensor, residual: Tensor) -> Tensor:
+    """`[n b*h p k]` in float32, from `[n b*h p v]` through `[h v k]`, rounded alike."""
+    count, z = grad.shape[:2]
+    residual = residual.to(grad.dtype).repeat(count * z // len(residual), 1, 1)
+    return product(grad.flatten(0, 1), residual).unflatten(0, (count, z))

@@ -21,7 +21,7 @@ from atlas_lm.ops.triton.pairs_backward import (
     through_error,
     through_second_layer,
 )
-from atlas_lm.ops.triton.tiles import dot, put, tile
+from atlas_lm.ops.triton.tiles import put, tile
 
 
 @triton.jit
@@ -79,38 +79,30 @@ def pull_kernel(
 
 @triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
 def error_kernel(
-    k, v, gain, residual, parts, do, dv, dk, d_gain, piece, rows_and_heads, heads,
+    k, v, rest, gain, parts, do, dv, dk, d_gain, piece, rows_and_heads, heads,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Few pairs a program. `do`: the gradient of the branch; dk: adds to what reading gave.
+    """Few pairs a program. `do`: the gradient of the branch; dk: adds to what reading gave, unless
+    the residual is a product, which is then made for all pieces at once (`through_residual`).
 
     d_gain `[z blocks v]`: adds to what later pieces gave.
     """
     ROWS: tl.constexpr = S.few
     V: tl.constexpr = S.block_v
-    K: tl.constexpr = S.block_k
     z = tl.program_id(0).to(tl.int64)
     head, pairs = z % heads, (piece * rows_and_heads + z) * S.pairs
-    rows, vs, ks = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V), tl.arange(0, K)
+    wide = pairs * S.d_v
+    rows, vs = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     parts += z * S.team * 2 * S.pairs * S.d_v
-    residual += head * S.d_v * S.d_k
     o, up = added_parts(parts, rows, vs, 0, 2, S), added_parts(parts, rows, vs, 1, 2, S)
     of_branch, de, of_gain = through_error(
-        up, o, k + pairs * S.d_k, v + pairs * S.d_v, gain + head * S.d_v, residual, rows, vs,
+        up, o, k + pairs * S.d_k, v + wide, rest + wide, gain + head * S.d_v, rows, vs,
         S.pairs, S, DOT,
     )  # fmt: skip
     put(do + z * S.pairs * S.d_v, of_branch, rows, vs, S.pairs, S.d_v)
-    put(dv + pairs * S.d_v, -de, rows, vs, S.pairs, S.d_v)
-    dk += pairs * S.d_k
-    grad_k = tl.zeros((ROWS, K), tl.float32)
-    if S.written:
-        grad_k += tile(dk, rows, ks, S.pairs, S.d_k)
-    if S.objective == 0:
-        if S.d_k == S.d_v:
-            grad_k += de
-        else:
-            grad_k += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
-    put(dk, grad_k, rows, ks, S.pairs, S.d_k)
+    put(dv + wide, -de, rows, vs, S.pairs, S.d_v)
+    if S.objective == 0 and S.d_k == S.d_v:
+        put(dk + wide, tile(dk + wide, rows, vs, S.pairs, S.d_v) + de, rows, vs, S.pairs, S.d_v)
     if S.norm:
         at, here = d_gain + (z * tl.num_programs(1) + tl.program_id(1)) * S.d_v + vs, vs < S.d_v
         tl.store(at, tl.load(at, mask=here, other=0.0) + of_gain, mask=here)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_slope
-from atlas_lm.ops.triton.pairs import gradient_at_branch, rest_of_error
+from atlas_lm.ops.triton.pairs import gradient_at_branch, prepared_rest, rest_of_error
 from atlas_lm.ops.triton.team import arrive, leave_part, sum_of_parts, wait
 from atlas_lm.ops.triton.tiles import dot, keep_features, put, tile
 from atlas_lm.ops.triton.writing import last_kept, last_shares
@@ -36,19 +36,9 @@ def prepare_kernel(
         rows = start + tl.arange(0, ROWS)
         if S.features != S.d_k:
             keep_features(k, phi, rows, S.pairs, left, right, scale, S)
-        if S.d_k != S.d_v:
+        if S.network != 0 and S.d_k != S.d_v:
             e = rest_of_error(k, v, residual, rows, vs, S.pairs, S, DOT)
             put(rest, e, rows, vs, S.pairs, S.d_v)
-
-
-@triton.jit
-def prepared_rest(k, v, rest, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
-    """The error without the branch."""
-    if S.d_k != S.d_v:
-        e = tile(rest, rows, vs, height, S.d_v)
-    else:
-        e = rest_of_error(k, v, k, rows, vs, height, S, DOT)
-    return e
 
 
 @triton.jit
