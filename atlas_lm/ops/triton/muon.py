@@ -99,19 +99,19 @@ class Segment:
 
     def _make_factors(self, k: Tensor, v: Tensor, anchor: Tensor) -> list[Repeated]:
         """What is launched for the factors of a piece's pairs, one after the other."""
-        plan, t, f, z = self.plan, self.tables, self.all_factors, k.shape[1]
+        plan, f, z = self.plan, self.all_factors, k.shape[1]
         s = by_blocks(plan.sizes, z, processors(k.device))
         parts = torch.empty(z, s.team * s.pairs * s.d_v if s.network else 1, device=k.device)
-        tables, blocks = (t.left, t.right, t.scale), (z * s.team, 2 if s.tail else 1)
-        number = NUMBER, z, s.heads
+        phi, rest = self.prepared
+        blocks = z * s.team, 2 if s.tail else 1
         options = self.constants | {"S": s._replace(heads=0)}
-        hidden = Repeated(hidden_kernel, blocks, k, anchor, f.h, parts, *tables, *number, **options)
+        hidden = Repeated(hidden_kernel, blocks, phi, anchor, f.h, parts, NUMBER, z, **options)
         branch = Repeated(
             branch_kernel, (z, triton.cdiv(s.pairs, s.few)),
-            k, v, self.prepared.rest, t.gain, parts, f.u1, *number, **options,
+            k, v, rest, self.tables.gain, parts, f.u1, NUMBER, z, s.heads, **options,
         )  # fmt: skip
         factors = Repeated(
-            factors_kernel, blocks, k, v, anchor, f.u1, f.u2, f.u3, *tables, *number, **options
+            factors_kernel, blocks, phi, v, anchor, f.u1, f.u2, f.u3, NUMBER, z, **options
         )
         return [factors] if s.network == 0 else [hidden, branch, factors]
 

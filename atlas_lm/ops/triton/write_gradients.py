@@ -59,7 +59,7 @@ class WriteGradients:
         k, v, dv, device = back.k[part], back.v[part], back.dv[part], pulls.device
         own = plan.own and part.start == 0
         anchor = back.anchor if own else stood.states
-        matrices = s.network + 1
+        matrices, (phi, rest) = s.network + 1, stood.prepared
         self.reads_dk, self.dv, self.residual = found.dk, dv, None
         if s.objective == L2 and prepares(s)[1]:
             self.residual = t.residual
@@ -74,17 +74,17 @@ class WriteGradients:
         narrow = options | {"S": in_narrow_tiles(options["S"])}
         pull = Repeated(
             pull_kernel, (z * s.team, 2 if s.tail else 1),
-            k, anchor, f.u1, f.h, *tables, *d, pushes, pulls, self.d_pulls, known, parts,
-            NUMBER, count, z, s.heads, **options,
+            phi, anchor, f.u1, f.h, *d, pushes, pulls, self.d_pulls, known, parts,
+            NUMBER, count, z, **options,
         )  # fmt: skip
         error = Repeated(
             error_kernel, (z, triton.cdiv(s.pairs, s.few)),
-            k, v, stood.prepared.rest, t.gain, parts, do, dv, found.dk, back.d_gain_write,
+            k, v, rest, t.gain, parts, do, dv, found.dk, back.d_gain_write,
             NUMBER, z, s.heads, **options,
         )  # fmt: skip
         settle = Repeated(
             settle_kernel, (z * s.team, matrices),
-            k, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
+            k, phi, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
             pulls, plan.marks[part], anchor, back.g_anchor if own else back.g_weights,
             stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
             back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, known,

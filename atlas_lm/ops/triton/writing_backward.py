@@ -26,25 +26,25 @@ from atlas_lm.ops.triton.tiles import put, tile
 
 @triton.jit
 def pull_pairs(
-    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
-    rows, hs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
+    phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
+    rows, hs, height, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Pairs `rows` below `height`. `parts` `[2 pairs v]`: of the branch, of the gradient of u1."""
     V: tl.constexpr = S.block_v
     vs = tl.arange(0, V)
     o, du, grad_pulls = through_second_layer(
-        k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height,
-        left, right, scale, member, S, DOT,
+        phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height,
+        member, S, DOT,
     )  # fmt: skip
     leave_pulls(grad_pulls, d_pulls, rows, height, S)
     put(parts, o, rows, vs, height, S.d_v)
     put(parts + S.pairs * S.d_v, du, rows, vs, height, S.d_v)
 
 
-@triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
+@triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads"])
 def pull_kernel(
-    k, anchor, u1, h, left, right, scale, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    d_pulls, known, parts, piece, pieces, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
+    phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    d_pulls, known, parts, piece, pieces, rows_and_heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One block of the hidden layer, and the piece's own pairs or those before it, a program."""
     z = (tl.program_id(0) // S.team).to(tl.int64)
@@ -52,28 +52,27 @@ def pull_kernel(
     at = piece * rows_and_heads + z
     pairs, deep = at * S.pairs, at * S.pairs * S.hidden
     wide = pairs * S.d_v
-    k, u1, h, anchor = k + pairs * S.d_k, u1 + wide, h + deep, anchor + at * S.size
+    phi, u1, h, anchor = phi + pairs * S.pitch, u1 + wide, h + deep, anchor + at * S.size
     d_u1, d_h, d_u2, d_u3 = d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep
     pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
     slot = (member * (S.network + 1) * pieces).to(tl.int64) * rows_and_heads + at
     d_pulls += slot * S.pulls * S.pairs
     known += z * 6 * S.pairs * S.hidden
     parts += tl.program_id(0).to(tl.int64) * 2 * S.pairs * S.d_v
-    scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     F: tl.constexpr = S.block_share
     hs = member * F + tl.arange(0, F)
     if tl.program_id(1) == 0:
         pull_pairs(
-            k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
-            S.tail + tl.arange(0, LENGTH), hs, S.pairs, left, right, scale, member, S, DOT,
+            phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
+            S.tail + tl.arange(0, LENGTH), hs, S.pairs, member, S, DOT,
         )  # fmt: skip
     if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
         if tl.program_id(1) == 1:
             pull_pairs(
-                k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
-                tl.arange(0, TAIL), hs, S.tail, left, right, scale, member, S, DOT,
+                phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
+                tl.arange(0, TAIL), hs, S.tail, member, S, DOT,
             )  # fmt: skip
 
 
