@@ -446,7 +446,10 @@ def test_some_steps_are_kept(pieces, kernel_device, monkeypatch):
     assert kept == [True] * pieces + [False] * (4 - pieces)
 
 
-@pytest.mark.parametrize("name", ["linear_momentum", "mlp_momentum", "mlp_polynomial", "gated"])
+@pytest.mark.parametrize(
+    "name",
+    ["linear_momentum", "mlp_momentum", "mlp_polynomial", "gated", "gated_polynomial_momentum"],
+)
 def test_kept_segments_are_those_made_again(name, kernel_device, monkeypatch):
     """Two of four: y, states and gradients are the same numbers, those of a second backward too."""
     rule, shape = ADDITIVE[name]
@@ -471,16 +474,14 @@ def test_kept_segments_are_those_made_again(name, kernel_device, monkeypatch):
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     for plan, segment in again:
-        polynomial = plan.sizes.features != plan.sizes.d_k
-        assert additive.piece_bytes(plan, 4) == bytes_before_the_last(segment, polynomial)
+        assert additive.piece_bytes(plan, 4) == bytes_before_the_last(segment)
 
 
-def bytes_before_the_last(segment: additive.Segment, polynomial: bool) -> int:
-    """What a segment of one piece takes, but for the state after it. On identity features phi is
-    the keys."""
+def bytes_before_the_last(segment: additive.Segment) -> int:
+    """What a segment of one piece takes, but for the state after it."""
     states = segment.weights[0], segment.states[0], segment.entered[0]
-    kept = *states, *segment.factors, *(segment.phi,) * polynomial
-    return sum({x.data_ptr(): x.nbytes for x in kept}.values())
+    tensors = {x.data_ptr(): x.nbytes for x in (*states, *segment.factors)}
+    return sum(tensors.values())
 
 
 def twice_back(made: Example) -> tuple[Tensor, MemoryState, list[Tensor]]:

@@ -14,6 +14,7 @@ from atlas_lm.ops.triton.reads import (
     Meeting,
     Mixed,
     Plan,
+    Prepared,
     Tables,
     Way,
     Written,
@@ -24,7 +25,7 @@ from atlas_lm.ops.triton.reads import (
 from atlas_lm.ops.triton.sizes import LINEAR, resident_registers
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients, all_pieces
 from atlas_lm.ops.triton.writing import write_kernel
-from atlas_lm.ops.triton.writing_resident import prepare_kernel, resident_kernel
+from atlas_lm.ops.triton.writing_resident import resident_kernel
 
 
 class Segment(NamedTuple):
@@ -37,8 +38,8 @@ class Segment(NamedTuple):
     entered: Tensor
     """The momenta, rounded."""
     factors: Factors
-    phi: Tensor
-    """Features of the keys, where a backward takes them from here."""
+    prepared: Prepared | None
+    """Where writing has just asked for it."""
 
     def written(self) -> Written:
         return Written(self.states[:-1], self.entered[:-1], self.factors)
@@ -68,7 +69,8 @@ def written_segment(
     here = either(momentum, weights), states, entered, anchor if own else states
     counts = k.shape[0], len(plan.marks) - part.start, plan.rows_and_heads, plan.sizes.heads
     resident = plan.sizes.resident
-    first = prepared(plan, k, v, t) if resident else (t.left, t.right, t.scale)
+    prepared = Prepared.of(plan, k, v, t) if resident else None
+    first = prepared or (t.left, t.right, t.scale)
     launch(
         resident_kernel if resident else write_kernel, (plan.rows_and_heads * plan.sizes.team,),
         k, v, *first, *gates, either(mixed.push_kept, mixed.kept), plan.marks[part.start :],
@@ -76,23 +78,7 @@ def written_segment(
         *factors, *Meeting.of(plan), *counts, OWN=own, KEEP=keep, **constants(plan, k),
         registers=resident_registers(plan.sizes) if resident else None,
     )  # fmt: skip
-    return Segment(all_weights, states, entered, factors, first[0] if resident else k)
-
-
-def prepared(plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Features of a segment's keys, `[n z p pitch]`, and errors without the branch, `[n z p v]`;
-    where the kernel has them from keys and values, something to point at."""
-    s, t, phi, rest = plan.sizes, tables, k, k
-    if s.features != s.d_k:
-        phi = k.new_empty(*k.shape[:3], s.pitch)
-    if s.network != LINEAR and s.d_k != s.d_v:
-        rest = torch.empty(v.shape, device=v.device)
-    if phi is not k or rest is not k:
-        launch(
-            prepare_kernel, (k.shape[1], k.shape[0]), k, v, t.residual, phi, rest,
-            t.left, t.right, t.scale, k.shape[1], s.heads, **constants(plan, k),
-        )  # fmt: skip
-    return phi, rest
+    return Segment(all_weights, states, entered, factors, prepared)
 
 
 def write(
@@ -101,15 +87,14 @@ def write(
     segment = written_segment(plan, k, v, mixed, tables, part, carry, anchor, initial, keep)
     if keep:
         carry[0].copy_(segment.weights[-1])
-    return segment.written(), segment if keep else None
+    # what was prepared is quickly made again
+    return segment.written(), segment._replace(prepared=None) if keep else None
 
 
 def piece_bytes(plan: Plan, width: int) -> int:
-    """Of a piece of `Segment`."""
+    """Of a piece of `Segment`, without what is prepared."""
     s = plan.sizes
     factors = s.d_v if s.network == LINEAR else s.d_v + (1 + s.network) * s.hidden
-    if s.resident and s.features != s.d_k:
-        factors += s.pitch
     state = s.size * (4 + width * (1 + s.terms)) + s.pairs * factors * width
     return plan.rows_and_heads * state
 
@@ -126,8 +111,10 @@ class AdditiveBackward(Backward):
         here, segment = self.mixed.at(part), checkpoint[-1] or self._again(part, checkpoint)
         checkpoint[-1] = None  # room for the next; another backward makes it again
         found = self.read_backward(part, dy, segment.written())
-        state = segment.states, segment.weights, segment.entered
-        stood = Stood(*state, segment.factors, segment.phi)
+        prepared = segment.prepared or Prepared.of(
+            self.plan, self.k[part], self.v[part], self.tables
+        )
+        stood = Stood(segment.states, segment.weights, segment.entered, segment.factors, prepared)
         assert here.share is not None
         pulls = here.share[:, :, -1:]
         if here.push is not None:

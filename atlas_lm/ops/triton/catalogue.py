@@ -45,6 +45,7 @@ from atlas_lm.ops.triton.sizes import (
     Sizes,
     by_blocks,
     in_narrow_tiles,
+    prepares,
     resident_registers,
 )
 from atlas_lm.ops.triton.writing import write_kernel
@@ -133,7 +134,7 @@ CASES = {
 
 BY_BLOCKS = hidden_kernel, branch_kernel, factors_kernel, pull_kernel, error_kernel, settle_kernel
 """Whose programs have a block of a memory each."""
-DEEP = hidden_kernel, pull_kernel, error_kernel, read_hidden_backward_kernel
+DEEP = hidden_kernel, branch_kernel, pull_kernel, error_kernel, read_hidden_backward_kernel
 """What linear memories do without."""
 REGISTERS = {
     read_inputs_backward_kernel: inputs_registers,
@@ -181,7 +182,9 @@ def memory_kernels(name: str, case: Case) -> list[Compilation]:
     terms = {"gd": 0, "momentum": 1, "muon": rule.chunk // rule.stride}[rule.optimizer]
     sizes = sizes_of(rule, weights, case.d_k, case.d_v, rule.chunk, terms, case.team)
     muon = hidden_kernel, branch_kernel, factors_kernel, advance_kernel
-    writes = muon if rule.optimizer == "muon" else additive_kernels(sizes)
+    additive = (resident_kernel if sizes.resident else write_kernel,)
+    prepare = (prepare_kernel,) if any(prepares(sizes)) else ()
+    writes = *prepare, *(muon if rule.optimizer == "muon" else additive)
     reads = [read_kernel, read_inputs_backward_kernel, read_hidden_backward_kernel]
     reads += [read_pairs_backward_kernel] * sizes.written
     every = (*writes, *reads, *settled_by(sizes))
@@ -200,15 +203,6 @@ def settled_by(sizes: Sizes) -> tuple[Any, ...]:
     if sizes.network == LINEAR and sizes.resident:
         return resident_backward_kernel, linear_keys_kernel
     return pull_kernel, error_kernel, settle_kernel
-
-
-def additive_kernels(sizes: Sizes) -> tuple[Any, ...]:
-    """What writes memories under gd and momentum."""
-    if not sizes.resident:
-        return (write_kernel,)
-    polynomial, deep = sizes.features != sizes.d_k, sizes.network != LINEAR
-    prepares = polynomial or (deep and sizes.d_k != sizes.d_v)
-    return *(prepare_kernel,) * prepares, resident_kernel
 
 
 def memory_kernel(name: str, fn: Any, sizes: Sizes) -> Compilation:

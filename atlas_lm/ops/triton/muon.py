@@ -27,6 +27,7 @@ from atlas_lm.ops.triton.reads import (
     Factors,
     Mixed,
     Plan,
+    Prepared,
     ReadGradients,
     Tables,
     Way,
@@ -86,35 +87,33 @@ class Segment:
         )
         self.all_states[0] = carry[0]
         self.all_factors = Factors.room(count, plan, k)
-        phi = k[part] if s.features == s.d_k else k.new_empty(count, z, s.pairs, s.pitch)
-        self.phi = phi
+        self.prepared = Prepared.of(plan, k[part], v[part], tables)
+        phi = self.prepared.phi
         anchors = anchor if plan.own and part.start == 0 else self.all_states
         self.momenta = self._momenta(phi, mixed)
         self.launches = [
-            *self._make_factors(k[part], v[part], anchors, phi),
+            *self._make_factors(k[part], v[part], anchors),
             *(self._make_steps() if steps is None else ()),
             self._advance(phi, mixed),
         ]
 
-    def _make_factors(self, k: Tensor, v: Tensor, anchor: Tensor, phi: Tensor) -> list[Repeated]:
+    def _make_factors(self, k: Tensor, v: Tensor, anchor: Tensor) -> list[Repeated]:
         """What is launched for the factors of a piece's pairs, one after the other."""
-        plan, t, f, z = self.plan, self.tables, self.all_factors, k.shape[1]
+        plan, f, z = self.plan, self.all_factors, k.shape[1]
         s = by_blocks(plan.sizes, z, processors(k.device))
         parts = torch.empty(z, s.team * s.pairs * s.d_v if s.network else 1, device=k.device)
-        tables, blocks = (t.left, t.right, t.scale), (z * s.team, 2 if s.tail else 1)
-        number = NUMBER, z, s.heads
+        phi, rest = self.prepared
+        blocks = z * s.team, 2 if s.tail else 1
         options = self.constants | {"S": s._replace(heads=0)}
-        hidden = Repeated(hidden_kernel, blocks, k, anchor, f.h, parts, *tables, *number, **options)
+        hidden = Repeated(hidden_kernel, blocks, phi, anchor, f.h, parts, NUMBER, z, **options)
         branch = Repeated(
             branch_kernel, (z, triton.cdiv(s.pairs, s.few)),
-            k, v, t.gain, t.residual, parts, f.u1, phi, *tables, *number, **options,
+            k, v, rest, self.tables.gain, parts, f.u1, NUMBER, z, s.heads, **options,
         )  # fmt: skip
         factors = Repeated(
-            factors_kernel, blocks, k, v, anchor, f.u1, f.u2, f.u3, *tables, *number, **options
+            factors_kernel, blocks, phi, v, anchor, f.u1, f.u2, f.u3, NUMBER, z, **options
         )
-        if s.network != 0:
-            return [hidden, branch, factors]
-        return [factors] if s.features == s.d_k else [branch, factors]
+        return [factors] if s.network == 0 else [hidden, branch, factors]
 
     def _momenta(self, phi: Tensor, mixed: Mixed) -> list[Momenta]:
         """For matrices of one size at a time: what their momenta are made of."""
@@ -153,8 +152,9 @@ class Segment:
         )  # fmt: skip
 
     def stood(self) -> Stood:
-        state = self.all_states, self.all_weights, self.all_momenta
-        return Stood(*state, self.all_factors, self.phi)
+        return Stood(
+            self.all_states, self.all_weights, self.all_momenta, self.all_factors, self.prepared
+        )
 
     def written(self) -> Written:
         return Written(self.all_states[:-1], self.all_terms, self.all_factors)

@@ -7,87 +7,108 @@ of its hidden layer, some pairs or a matrix each.
 import triton
 import triton.language as tl
 
-from atlas_lm.ops.triton.pairs import (
-    added_parts,
-    error_at_branch,
-    hidden_layer,
-    linear_factors,
-)
-from atlas_lm.ops.triton.tiles import dot, keep_features, put, tile
+from atlas_lm.ops.triton.branch import gelu, gelu_slope
+from atlas_lm.ops.triton.pairs import added_parts, prepared_error
+from atlas_lm.ops.triton.tiles import dot, put, tile
 from atlas_lm.ops.triton.writing import outer_sum
 
 
 @triton.jit
-def hidden_pairs(
-    k, anchor, h, part, rows, hs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
+def from_features(
+    phi, weights, rows, outs, height, OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr
 ):
+    """phi W^T for a matrix W `[OUT pitch]`: a tile `[rows, outs]`."""
+    PITCH: tl.constexpr = S.pitch
+    STEP: tl.constexpr = S.block_d
+    z = tl.zeros((rows.shape[0], outs.shape[0]), tl.float32)
+    for d in range(0, PITCH, STEP):
+        ds = d + tl.arange(0, STEP)
+        f = tile(phi, rows, ds, height, S.pitch)
+        z += dot(f, tl.trans(tile(weights, outs, ds, OUT, S.pitch)), DOT)
+    return z
+
+
+@triton.jit
+def hidden_layer(phi, anchor, rows, hs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """h at the keys, and what takes the gradient at h to that of W2 phi and of W3 phi."""
+    w2 = anchor + S.d_v * S.hidden
+    z = from_features(phi, w2, rows, hs, height, S.hidden, S, DOT)
+    gate = gelu(z)
+    x, to_z = gate, gelu_slope(z)
+    if S.network == 2:
+        w3 = w2 + S.hidden * S.pitch
+        value = from_features(phi, w3, rows, hs, height, S.hidden, S, DOT)
+        x, to_z = gate * value, to_z * value
+    return x, to_z, gate
+
+
+@triton.jit
+def hidden_pairs(phi, anchor, h, part, rows, hs, height, S: tl.constexpr, DOT: tl.constexpr):
     """A block of the hidden layer at the pairs `rows`, and its part of what the second gives."""
     V: tl.constexpr = S.block_v
     vs = tl.arange(0, V)
-    x, _, _ = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+    x, _, _ = hidden_layer(phi, anchor, rows, hs, height, S, DOT)
     put(h, x, rows, hs, height, S.hidden)
     o = dot(x, tl.trans(tile(anchor, vs, hs, S.d_v, S.hidden)), DOT)
     put(part, o, rows, vs, height, S.d_v)
 
 
-@triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
-def hidden_kernel(
-    k, anchor, h, parts, left, right, scale, piece, rows_and_heads, heads,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["piece", "rows_and_heads"])
+def hidden_kernel(phi, anchor, h, parts, piece, rows_and_heads, S: tl.constexpr, DOT: tl.constexpr):
     """One block of the hidden layer, and the piece's own pairs or those before it, a program."""
     z = (tl.program_id(0) // S.team).to(tl.int64)
     at = piece * rows_and_heads + z
     pairs = at * S.pairs
-    k, anchor, h = k + pairs * S.d_k, anchor + at * S.size, h + pairs * S.hidden
+    phi, anchor, h = phi + pairs * S.pitch, anchor + at * S.size, h + pairs * S.hidden
     parts += tl.program_id(0).to(tl.int64) * S.pairs * S.d_v
-    scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     F: tl.constexpr = S.block_share
     hs = (tl.program_id(0) % S.team) * F + tl.arange(0, F)
     if tl.program_id(1) == 0:
         rows = S.tail + tl.arange(0, LENGTH)
-        hidden_pairs(k, anchor, h, parts, rows, hs, S.pairs, left, right, scale, S, DOT)
+        hidden_pairs(phi, anchor, h, parts, rows, hs, S.pairs, S, DOT)
     if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
         if tl.program_id(1) == 1:
             rows = tl.arange(0, TAIL)
-            hidden_pairs(k, anchor, h, parts, rows, hs, S.tail, left, right, scale, S, DOT)
+            hidden_pairs(phi, anchor, h, parts, rows, hs, S.tail, S, DOT)
 
 
 @triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
 def branch_kernel(
-    k, v, gain, residual, parts, u1, phi, left, right, scale, piece, rows_and_heads, heads,
+    k, v, rest, gain, parts, u1, piece, rows_and_heads, heads,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """u1 of few pairs a program, from the parts of the branch; and their features."""
+    """u1 of few pairs a program, from the parts of the branch."""
     ROWS: tl.constexpr = S.few
     V: tl.constexpr = S.block_v
     z = tl.program_id(0).to(tl.int64)
     head, pairs = z % heads, (piece * rows_and_heads + z) * S.pairs
     rows, vs = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
-    k += pairs * S.d_k
-    if S.network != 0:
-        o = added_parts(parts + z * S.team * S.pairs * S.d_v, rows, vs, 0, 1, S)
-        error, _, _, _ = error_at_branch(
-            o, k, v + pairs * S.d_v, gain + head * S.d_v, residual + head * S.d_v * S.d_k,
-            rows, vs, S.pairs, S, DOT,
-        )  # fmt: skip
-        put(u1 + pairs * S.d_v, error, rows, vs, S.pairs, S.d_v)
-    if S.features != S.d_k:
-        scale += head * S.features
-        keep_features(k, phi + pairs * S.pitch, rows, S.pairs, left, right, scale, S)
+    wide = pairs * S.d_v
+    o = added_parts(parts + z * S.team * S.pairs * S.d_v, rows, vs, 0, 1, S)
+    error, _, _, _ = prepared_error(
+        o, k + pairs * S.d_k, v + wide, rest + wide, gain + head * S.d_v, rows, vs, S.pairs, S, DOT
+    )
+    put(u1 + wide, error, rows, vs, S.pairs, S.d_v)
 
 
 @triton.jit
-def back_to_hidden(
-    k, anchor, u1, u2, u3, rows, hs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
-):
+def linear_u1(phi, v, anchor, u1, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """u1 of a linear memory, `W phi - v`, or `-v` on the dot product."""
+    e = -tile(v, rows, vs, height, S.d_v).to(tl.float32)
+    if S.objective == 0:
+        e += from_features(phi, anchor, rows, vs, height, S.d_v, S, DOT)
+    put(u1, e, rows, vs, height, S.d_v)
+
+
+@triton.jit
+def back_to_hidden(phi, anchor, u1, u2, u3, rows, hs, height, S: tl.constexpr, DOT: tl.constexpr):
     """u2 (and u3) of a block of the hidden layer, from u1."""
     V: tl.constexpr = S.block_v
     vs = tl.arange(0, V)
     error, w1 = tile(u1, rows, vs, height, S.d_v), tile(anchor, vs, hs, S.d_v, S.hidden)
-    _, to_z, gate = hidden_layer(k, anchor, rows, hs, height, left, right, scale, S, DOT)
+    _, to_z, gate = hidden_layer(phi, anchor, rows, hs, height, S, DOT)
     back = dot(error, w1, DOT)
     put(u2, back * to_z, rows, hs, height, S.hidden)
     if S.network == 2:
@@ -96,25 +117,21 @@ def back_to_hidden(
 
 @triton.jit
 def some_factors(
-    k, v, anchor, u1, u2, u3, rows, height, left, right, scale, member,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    phi, v, anchor, u1, u2, u3, rows, height, member, S: tl.constexpr, DOT: tl.constexpr
+):
     """Pairs `rows` below `height`: the last factors of their gradients, written out."""
     F: tl.constexpr = S.block_share
     outs = member * F + tl.arange(0, F)
     if S.network == 0:
-        linear_factors(k, v, anchor, u1, rows, outs, height, left, right, scale, S, DOT)
+        linear_u1(phi, v, anchor, u1, rows, outs, height, S, DOT)
     else:
-        back_to_hidden(
-            k, anchor, u1, u2, u3, rows, outs, height, left, right, scale, S, DOT
-        )  # fmt: skip
+        back_to_hidden(phi, anchor, u1, u2, u3, rows, outs, height, S, DOT)
 
 
-@triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
+@triton.jit(do_not_specialize=["piece", "rows_and_heads"])
 def factors_kernel(
-    k, v, anchor, u1, u2, u3, left, right, scale, piece, rows_and_heads, heads,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    phi, v, anchor, u1, u2, u3, piece, rows_and_heads, S: tl.constexpr, DOT: tl.constexpr
+):
     """One block of a memory, and the piece's own pairs or those before it, a program."""
     z = (tl.program_id(0) // S.team).to(tl.int64)
     member = tl.program_id(0) % S.team
@@ -122,20 +139,15 @@ def factors_kernel(
     pairs, deep = at * S.pairs, at * S.pairs * S.hidden
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
-    k, v, anchor = k + pairs * S.d_k, v + pairs * S.d_v, anchor + at * S.size
+    phi, v, anchor = phi + pairs * S.pitch, v + pairs * S.d_v, anchor + at * S.size
     u1, u2, u3 = u1 + pairs * S.d_v, u2 + deep, u3 + deep
-    scale += (z % heads) * S.features
     if tl.program_id(1) == 0:
-        some_factors(
-            k, v, anchor, u1, u2, u3, S.tail + tl.arange(0, LENGTH), S.pairs,
-            left, right, scale, member, S, DOT,
-        )  # fmt: skip
+        rows = S.tail + tl.arange(0, LENGTH)
+        some_factors(phi, v, anchor, u1, u2, u3, rows, S.pairs, member, S, DOT)
     if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
         if tl.program_id(1) == 1:
-            some_factors(
-                k, v, anchor, u1, u2, u3, tl.arange(0, TAIL), S.tail,
-                left, right, scale, member, S, DOT,
-            )  # fmt: skip
+            rows = tl.arange(0, TAIL)
+            some_factors(phi, v, anchor, u1, u2, u3, rows, S.tail, member, S, DOT)
 
 
 @triton.jit

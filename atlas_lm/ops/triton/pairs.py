@@ -81,6 +81,24 @@ def error_at_branch(o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, 
 
 
 @triton.jit
+def prepared_rest(k, v, rest, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """`rest_of_error`, which is prepared (`prepare_kernel`) where the residual is a product."""
+    if S.d_k != S.d_v:
+        e = tile(rest, rows, vs, height, S.d_v)
+    else:
+        e = rest_of_error(k, v, k, rows, vs, height, S, DOT)
+    return e
+
+
+@triton.jit
+def prepared_error(o, k, v, rest, gain, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
+    """`error_at_branch` without a product."""
+    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
+    e = prepared_rest(k, v, rest, rows, vs, height, S, DOT)
+    return gradient_at_branch(o, e, weight, rows, vs, height, S)
+
+
+@triton.jit
 def linear_factors(
     k, v, anchor, u1, rows, vs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
 ):

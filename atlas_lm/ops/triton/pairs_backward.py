@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_bend, gelu_slope, through_norm
-from atlas_lm.ops.triton.pairs import error_at_branch
-from atlas_lm.ops.triton.tiles import by_degree, dot, features, features_backward, only, put, tile
+from atlas_lm.ops.triton.pairs import prepared_error
+from atlas_lm.ops.triton.tiles import by_degree, dot, features_backward, only, put, tile
 
 
 @triton.jit
@@ -65,19 +65,19 @@ def to_u(
 
 @triton.jit
 def first_layer_to_u(
-    k, weights, du, pushes, pulls, rows, outs, height, left, right, scale,
+    phi, weights, du, pushes, pulls, rows, outs, height,
     OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """phi(k) W^T for a matrix W `[OUT pitch]`, and back to u from the matrices like it that u phi^T
+    """phi W^T for a matrix W `[OUT pitch]`, and back to u from the matrices like it that u phi^T
     was pushed into: tiles `[rows, outs]`."""
-    D: tl.constexpr = S.features
+    PITCH: tl.constexpr = S.pitch
     STEP: tl.constexpr = S.block_d
     z = tl.zeros((rows.shape[0], outs.shape[0]), tl.float32)
-    for d in range(0, D, STEP):
+    for d in range(0, PITCH, STEP):
         ds = d + tl.arange(0, STEP)
         push = tile(pushes, outs, ds, OUT, S.pitch)
         w = tile(weights, outs, ds, OUT, S.pitch)
-        f = features(k, rows, ds, height, left, right, scale, S.d_k, S.features)
+        f = tile(phi, rows, ds, height, S.pitch)
         z += dot(f, tl.trans(w), DOT)
         du = to_u(f, du, push, pushes, pulls, rows, outs, ds, height, OUT, S.pitch, S, DOT)
     return z, du
@@ -97,7 +97,7 @@ def to_keys(
 
 @triton.jit
 def through_first_layer(
-    k, anchor, u, w1, of_u2, of_u3, pushes, pulls, known, rows, hs, height, left, right, scale,
+    phi, anchor, u, w1, of_u2, of_u3, pushes, pulls, known, rows, hs, height,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of u2 and u3 of a block of the hidden layer to that of u1 W1.
@@ -109,18 +109,16 @@ def through_first_layer(
     W3: tl.constexpr = W2 + S.hidden * S.pitch
     ROOM: tl.constexpr = S.pairs * S.hidden
     z, of_u2 = first_layer_to_u(
-        k, anchor + W2, of_u2, pushes + W2, pulls, rows, hs, height, left, right, scale,
-        S.hidden, S, DOT,
-    )  # fmt: skip
+        phi, anchor + W2, of_u2, pushes + W2, pulls, rows, hs, height, S.hidden, S, DOT
+    )
     back = dot(u, w1, DOT)
     to_z = gelu_slope(z)
     d_back = of_u2 * to_z
     dz = of_u2 * back * gelu_bend(z)
     if S.network == 2:
         value, of_u3 = first_layer_to_u(
-            k, anchor + W3, of_u3, pushes + W3, pulls, rows, hs, height, left, right, scale,
-            S.hidden, S, DOT,
-        )  # fmt: skip
+            phi, anchor + W3, of_u3, pushes + W3, pulls, rows, hs, height, S.hidden, S, DOT
+        )
         put(known + 3 * ROOM, d_back * back, rows, hs, height, S.hidden)
         put(known + 5 * ROOM, gelu(z), rows, hs, height, S.hidden)
         d_back = d_back * value + of_u3 * gelu(z)
@@ -134,8 +132,8 @@ def through_first_layer(
 
 @triton.jit
 def through_second_layer(
-    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height,
-    left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
+    phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height, member,
+    S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A block of the hidden layer: its parts of the branch o and of the gradient of u1, and that of
     the pulls. What is known of h, z, u1 W1 and the value so far stays in `known`.
@@ -154,8 +152,8 @@ def through_second_layer(
         if S.network == 2:
             of_u3 = tile(d_u3, rows, hs, height, S.hidden)
     d_back = through_first_layer(
-        k, anchor, u, w1, of_u2.to(tl.float32), of_u3.to(tl.float32), pushes, pulls, known,
-        rows, hs, height, left, right, scale, S, DOT,
+        phi, anchor, u, w1, of_u2.to(tl.float32), of_u3.to(tl.float32), pushes, pulls, known,
+        rows, hs, height, S, DOT,
     )  # fmt: skip
     du = du.to(tl.float32) + dot(d_back, tl.trans(w1), DOT)
     du = to_u(x, du, push, pushes, pulls, rows, vs, hs, height, S.d_v, S.hidden, S, DOT)
@@ -168,11 +166,9 @@ def through_second_layer(
 
 
 @triton.jit
-def through_error(
-    up, o, k, v, gain, residual, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
-):
+def through_error(up, o, k, v, rest, gain, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
     """From the gradient of u1 to the branch o, the error, and the gain, summed over the rows."""
-    u1, e, unit, size = error_at_branch(o, k, v, gain, residual, rows, vs, height, S, DOT)
+    u1, e, unit, size = prepared_error(o, k, v, rest, gain, rows, vs, height, S, DOT)
     inside = (rows < height)[:, None]
     up = tl.where(inside, up, 0.0)
     e = tl.where(inside, e, 0.0)

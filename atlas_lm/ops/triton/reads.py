@@ -17,7 +17,8 @@ from atlas_lm.ops.triton.reading_backward import (
     read_pairs_backward_kernel,
 )
 from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
-from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, by_blocks
+from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, by_blocks, prepares
+from atlas_lm.ops.triton.writing_resident import prepare_kernel
 
 ROOM = 2**29
 """Bytes of states, factors and their gradients that one segment may take."""
@@ -135,6 +136,28 @@ class Tables(NamedTuple):
         return cls(gain, residual, slow.coefficients.contiguous(), left, right, scale.contiguous())
 
 
+class Prepared(NamedTuple):
+    """Of a segment's keys and values, what does not wait for a memory."""
+
+    phi: Tensor
+    """`[n z p pitch]`: features of the keys, rounded; where they are the keys, the keys."""
+    rest: Tensor
+    """`[n z p v]`, float32: errors without the branch; something to point at where kernels have
+    them from keys and values."""
+
+    @classmethod
+    def of(cls, plan: Plan, k: Tensor, v: Tensor, tables: Tables) -> Prepared:
+        s, t, (polynomial, residual) = plan.sizes, tables, prepares(plan.sizes)
+        phi = k.new_empty(*k.shape[:3], s.pitch) if polynomial else k
+        rest = torch.empty(v.shape, device=v.device) if residual else k
+        if polynomial or residual:
+            launch(
+                prepare_kernel, (k.shape[1], k.shape[0]), k, v, t.residual, phi, rest,
+                t.left, t.right, t.scale, k.shape[1], s.heads, **constants(plan, k),
+            )  # fmt: skip
+        return cls(phi, rest)
+
+
 class Written(NamedTuple):
     """A segment after writing: the state entering every piece, rounded, and the pairs' factors."""
 
@@ -250,7 +273,7 @@ class Backward:
             states=d_states,
             terms=d_states if s.terms == 0 and s.written else torch.empty_like(written.terms),
             factors=Factors.room(k.shape[0], plan, k) if s.written else written.factors,
-            dk=(torch.empty if s.written or s.network else torch.zeros)(k.shape, device=k.device),
+            dk=(torch.empty if s.written else torch.zeros)(k.shape, device=k.device),
         )
         kept, steps = here.kept, either(here.steps, here.kept)
         d_kept, d_steps = d_here.kept, either(d_here.steps, d_here.kept)
@@ -324,12 +347,15 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 def residual_gradient(grad: Tensor, raw: Tensor, heads: int) -> Tensor:
     """`[h v k]` from `[n b*h l v]` and `[n b*h l k]`, in float32."""
-    count, (left, right) = grad.shape[0], (x.flatten(0, 1) for x in (grad.mT, raw))
+    products = product(grad.mT.flatten(0, 1), raw.flatten(0, 1))
+    return products.unflatten(0, (grad.shape[0], -1, heads)).sum((0, 1))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Of batches of matrices, in float32."""
     if left.is_cuda:
-        products = torch.bmm(left, right, out_dtype=torch.float32)
-    else:
-        products = left.float() @ right.float()
-    return products.unflatten(0, (count, -1, heads)).sum((0, 1))
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 class Run(torch.autograd.Function):

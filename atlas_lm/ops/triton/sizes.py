@@ -95,6 +95,13 @@ def registers(rows: int, columns: int) -> int:
     return max(64, rows) * columns // 128
 
 
+def prepares(sizes: Sizes) -> tuple[bool, bool]:
+    """Whether features of keys, and errors without the branch, take more than a look at keys and
+    values: then they are made for all pieces at once."""
+    residual = sizes.network != LINEAR and sizes.d_k != sizes.d_v
+    return sizes.features != sizes.d_k, residual
+
+
 def team_for(outs: int, least: int, memories: int, processors: int) -> int:
     """How many programs write a memory of `outs` hidden units together, each at least so many.
 

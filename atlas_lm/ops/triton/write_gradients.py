@@ -9,8 +9,17 @@ import triton
 from torch import Tensor
 
 from atlas_lm.ops.triton.launch import NUMBER, Repeated, launch
-from atlas_lm.ops.triton.reads import Backward, Factors, Mixed, ReadGradients, constants, either
-from atlas_lm.ops.triton.sizes import LINEAR, in_narrow_tiles, resident_registers
+from atlas_lm.ops.triton.reads import (
+    Backward,
+    Factors,
+    Mixed,
+    Prepared,
+    ReadGradients,
+    constants,
+    either,
+    product,
+)
+from atlas_lm.ops.triton.sizes import L2, LINEAR, in_narrow_tiles, prepares, resident_registers
 from atlas_lm.ops.triton.writing_backward import error_kernel, pull_kernel
 from atlas_lm.ops.triton.writing_resident_backward import (
     linear_keys_kernel,
@@ -28,8 +37,7 @@ class Stood(NamedTuple):
     """float32"""
     momenta: Tensor
     factors: Factors
-    phi: Tensor
-    """`[n z p pitch]`: features of the keys, rounded."""
+    prepared: Prepared
 
 
 class Sums(NamedTuple):
@@ -55,8 +63,10 @@ class WriteGradients:
         k, v, dv, device = back.k[part], back.v[part], back.dv[part], pulls.device
         own = plan.own and part.start == 0
         anchor = back.anchor if own else stood.states
-        matrices = s.network + 1
-        self.reads_dk = found.dk
+        matrices, (phi, rest) = s.network + 1, stood.prepared
+        self.reads_dk, self.dv, self.residual = found.dk, dv, None
+        if s.objective == L2 and prepares(s)[1]:
+            self.residual = t.residual
         self.dk = torch.empty(s.team * max(1, s.network), *k.shape, device=device)
         self.d_pulls = torch.empty(s.team * matrices, *pulls.shape, device=device)
         self.d_last = torch.empty(s.team * matrices, count, z, 3, device=device)
@@ -68,17 +78,17 @@ class WriteGradients:
         narrow = options | {"S": in_narrow_tiles(options["S"])}
         pull = Repeated(
             pull_kernel, (z * s.team, 2 if s.tail else 1),
-            k, anchor, f.u1, f.h, *tables, *d, pushes, pulls, self.d_pulls, known, parts,
-            NUMBER, count, z, s.heads, **options,
+            phi, anchor, f.u1, f.h, *d, pushes, pulls, self.d_pulls, known, parts,
+            NUMBER, count, z, **options,
         )  # fmt: skip
         error = Repeated(
             error_kernel, (z, triton.cdiv(s.pairs, s.few)),
-            k, v, t.gain, t.residual, parts, do, dv, found.dk, back.d_gain_write,
+            k, v, rest, t.gain, parts, do, dv, found.dk, back.d_gain_write,
             NUMBER, z, s.heads, **options,
         )  # fmt: skip
         settle = Repeated(
             settle_kernel, (z * s.team, matrices),
-            k, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
+            k, phi, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
             pulls, plan.marks[part], anchor, back.g_anchor if own else back.g_weights,
             stood.weights, stood.momenta, *f, *tables, d.u1, found.states, found.terms,
             back.g_weights, back.g_momentum, back.g_initial, back.g_anchors, pushes, do, known,
@@ -92,7 +102,17 @@ class WriteGradients:
             repeated(n)
 
     def sums(self) -> Sums:
-        return Sums(self.reads_dk + self.dk.sum(0), self.d_pulls.sum(0), self.d_last.sum(0))
+        dk = self.reads_dk + self.dk.sum(0)
+        if self.residual is not None:
+            dk -= through_residual(self.dv, self.residual)
+        return Sums(dk, self.d_pulls.sum(0), self.d_last.sum(0))
+
+
+def through_residual(grad: Tensor, residual: Tensor) -> Tensor:
+    """`[n b*h p k]` in float32, from `[n b*h p v]` through `[h v k]`, rounded alike."""
+    count, z = grad.shape[:2]
+    residual = residual.to(grad.dtype).repeat(count * z // len(residual), 1, 1)
+    return product(grad.flatten(0, 1), residual).unflatten(0, (count, z))
 
 
 def all_pieces(
@@ -103,20 +123,20 @@ def all_pieces(
     What `found` has of states and momenta is taken, and their pushes put there.
     """
     plan, s, t, (count, z, *_) = back.plan, back.plan.sizes, back.tables, pulls.shape
-    own = plan.own and part.start == 0
+    own, phi = plan.own and part.start == 0, stood.prepared.phi
     k, dv, options = back.k[part], back.dv[part], constants(back.plan, back.k)
     d_last = torch.empty(s.team, count, z, 3, device=pulls.device)
     d_pulls = torch.empty_like(pulls)
     launch(
         resident_backward_kernel, (z * s.team,),
-        stood.phi, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
+        phi, here.kept, either(here.steps, here.kept), either(here.push_kept, here.kept),
         pulls, plan.marks[part], back.g_anchor, stood.weights, stood.momenta, found.factors.u1,
         found.states, found.terms, back.g_weights, back.g_momentum, back.g_initial, back.g_anchors,
         dv, d_last, count, z, OWN=own, registers=resident_registers(s), **options,
     )  # fmt: skip
     launch(
         linear_keys_kernel, (z, count),
-        k, stood.phi, stood.factors.u1, back.anchor if own else stood.states, found.states,
+        k, phi, stood.factors.u1, back.anchor if own else stood.states, found.states,
         found.terms, pulls, t.left, t.right, t.scale, dv, found.dk, d_pulls, back.d_degrees[part],
         z, s.heads, **options,
     )  # fmt: skip

@@ -21,30 +21,30 @@ from atlas_lm.ops.triton.pairs_backward import (
     through_error,
     through_second_layer,
 )
-from atlas_lm.ops.triton.tiles import dot, put, tile
+from atlas_lm.ops.triton.tiles import put, tile
 
 
 @triton.jit
 def pull_pairs(
-    k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
-    rows, hs, height, left, right, scale, member, S: tl.constexpr, DOT: tl.constexpr,
+    phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
+    rows, hs, height, member, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Pairs `rows` below `height`. `parts` `[2 pairs v]`: of the branch, of the gradient of u1."""
     V: tl.constexpr = S.block_v
     vs = tl.arange(0, V)
     o, du, grad_pulls = through_second_layer(
-        k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height,
-        left, right, scale, member, S, DOT,
+        phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, rows, vs, hs, height,
+        member, S, DOT,
     )  # fmt: skip
     leave_pulls(grad_pulls, d_pulls, rows, height, S)
     put(parts, o, rows, vs, height, S.d_v)
     put(parts + S.pairs * S.d_v, du, rows, vs, height, S.d_v)
 
 
-@triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
+@triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads"])
 def pull_kernel(
-    k, anchor, u1, h, left, right, scale, d_u1, d_h, d_u2, d_u3, pushes, pulls,
-    d_pulls, known, parts, piece, pieces, rows_and_heads, heads, S: tl.constexpr, DOT: tl.constexpr,
+    phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls,
+    d_pulls, known, parts, piece, pieces, rows_and_heads, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One block of the hidden layer, and the piece's own pairs or those before it, a program."""
     z = (tl.program_id(0) // S.team).to(tl.int64)
@@ -52,65 +52,56 @@ def pull_kernel(
     at = piece * rows_and_heads + z
     pairs, deep = at * S.pairs, at * S.pairs * S.hidden
     wide = pairs * S.d_v
-    k, u1, h, anchor = k + pairs * S.d_k, u1 + wide, h + deep, anchor + at * S.size
+    phi, u1, h, anchor = phi + pairs * S.pitch, u1 + wide, h + deep, anchor + at * S.size
     d_u1, d_h, d_u2, d_u3 = d_u1 + wide, d_h + deep, d_u2 + deep, d_u3 + deep
     pushes, pulls = pushes + z * S.pulls * S.size, pulls + pairs * S.pulls
     slot = (member * (S.network + 1) * pieces).to(tl.int64) * rows_and_heads + at
     d_pulls += slot * S.pulls * S.pairs
     known += z * 6 * S.pairs * S.hidden
     parts += tl.program_id(0).to(tl.int64) * 2 * S.pairs * S.d_v
-    scale += (z % heads) * S.features
     LENGTH: tl.constexpr = S.block_length
     TAIL: tl.constexpr = S.block_tail
     F: tl.constexpr = S.block_share
     hs = member * F + tl.arange(0, F)
     if tl.program_id(1) == 0:
         pull_pairs(
-            k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
-            S.tail + tl.arange(0, LENGTH), hs, S.pairs, left, right, scale, member, S, DOT,
+            phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
+            S.tail + tl.arange(0, LENGTH), hs, S.pairs, member, S, DOT,
         )  # fmt: skip
     if S.tail > 0:  # noqa: SIM102 - without a tail there is nothing to compile
         if tl.program_id(1) == 1:
             pull_pairs(
-                k, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
-                tl.arange(0, TAIL), hs, S.tail, left, right, scale, member, S, DOT,
+                phi, anchor, u1, h, d_u1, d_h, d_u2, d_u3, pushes, pulls, known, d_pulls, parts,
+                tl.arange(0, TAIL), hs, S.tail, member, S, DOT,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["piece", "rows_and_heads", "heads"])
 def error_kernel(
-    k, v, gain, residual, parts, do, dv, dk, d_gain, piece, rows_and_heads, heads,
+    k, v, rest, gain, parts, do, dv, dk, d_gain, piece, rows_and_heads, heads,
     S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Few pairs a program. `do`: the gradient of the branch; dk: adds to what reading gave.
+    """Few pairs a program. `do`: the gradient of the branch; dk: adds to what reading gave, unless
+    the residual is a product, which is then made for all pieces at once (`through_residual`).
 
     d_gain `[z blocks v]`: adds to what later pieces gave.
     """
     ROWS: tl.constexpr = S.few
     V: tl.constexpr = S.block_v
-    K: tl.constexpr = S.block_k
     z = tl.program_id(0).to(tl.int64)
     head, pairs = z % heads, (piece * rows_and_heads + z) * S.pairs
-    rows, vs, ks = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V), tl.arange(0, K)
+    wide = pairs * S.d_v
+    rows, vs = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     parts += z * S.team * 2 * S.pairs * S.d_v
-    residual += head * S.d_v * S.d_k
     o, up = added_parts(parts, rows, vs, 0, 2, S), added_parts(parts, rows, vs, 1, 2, S)
     of_branch, de, of_gain = through_error(
-        up, o, k + pairs * S.d_k, v + pairs * S.d_v, gain + head * S.d_v, residual, rows, vs,
+        up, o, k + pairs * S.d_k, v + wide, rest + wide, gain + head * S.d_v, rows, vs,
         S.pairs, S, DOT,
     )  # fmt: skip
     put(do + z * S.pairs * S.d_v, of_branch, rows, vs, S.pairs, S.d_v)
-    put(dv + pairs * S.d_v, -de, rows, vs, S.pairs, S.d_v)
-    dk += pairs * S.d_k
-    grad_k = tl.zeros((ROWS, K), tl.float32)
-    if S.written:
-        grad_k += tile(dk, rows, ks, S.pairs, S.d_k)
-    if S.objective == 0:
-        if S.d_k == S.d_v:
-            grad_k += de
-        else:
-            grad_k += dot(de, tile(residual, vs, ks, S.d_v, S.d_k), DOT)
-    put(dk, grad_k, rows, ks, S.pairs, S.d_k)
+    put(dv + wide, -de, rows, vs, S.pairs, S.d_v)
+    if S.objective == 0 and S.d_k == S.d_v:
+        put(dk + wide, tile(dk + wide, rows, vs, S.pairs, S.d_v) + de, rows, vs, S.pairs, S.d_v)
     if S.norm:
         at, here = d_gain + (z * tl.num_programs(1) + tl.program_id(1)) * S.d_v + vs, vs < S.d_v
         tl.store(at, tl.load(at, mask=here, other=0.0) + of_gain, mask=here)

@@ -1,16 +1,25 @@
 """Write pieces into memories whose state stays in registers from the first piece to the last.
 
 A program has all of a memory, or a member's share of its hidden layer (`team`), or of a linear
-memory's values. Its weights and its momentum are tuples of tiles: w1 `[v f]`, then w2 `[f d]` and
-w3 in blocks of features; or w `[v d]` in such blocks. Rounded, the weights are the anchor of the
-next piece; what goes to memory is for others to read.
+memory's values. Its weights and its momentum are tuples of tiles (`state_tiles`). Rounded, the
+weights are the anchor of the next piece; what goes to memory is for others to read.
 """
 
 import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_slope
-from atlas_lm.ops.triton.pairs import gradient_at_branch, rest_of_error
+from atlas_lm.ops.triton.pairs import gradient_at_branch, prepared_rest, rest_of_error
+from atlas_lm.ops.triton.state_tiles import (
+    load_features,
+    load_tiles,
+    mixed,
+    place,
+    rounded,
+    scaled,
+    store_tile,
+    store_tiles,
+)
 from atlas_lm.ops.triton.team import arrive, leave_part, sum_of_parts, wait
 from atlas_lm.ops.triton.tiles import dot, keep_features, put, tile
 from atlas_lm.ops.triton.writing import last_kept, last_shares
@@ -43,91 +52,6 @@ def prepare_kernel(
 
 
 @triton.jit
-def prepared_rest(k, v, rest, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr):
-    """The error without the branch."""
-    if S.d_k != S.d_v:
-        e = tile(rest, rows, vs, height, S.d_v)
-    else:
-        e = rest_of_error(k, v, k, rows, vs, height, S, DOT)
-    return e
-
-
-@triton.jit
-def place(n: tl.constexpr, member, S: tl.constexpr):
-    """Where tile n of a share lies among all weights of a memory, and what of it there is."""
-    F: tl.constexpr = S.block_share
-    STEP: tl.constexpr = S.block_d
-    V: tl.constexpr = S.block_v
-    BLOCKS: tl.constexpr = S.blocks
-    hs, first = tl.arange(0, F), member * S.share
-    if S.network == 0:
-        ds = n * STEP + tl.arange(0, STEP)
-        at = (first + hs)[:, None] * S.pitch + ds[None, :]
-        inside = (hs < S.share)[:, None] & (ds < S.pitch)[None, :]
-    elif n == 0:
-        vs = tl.arange(0, V)
-        at = vs[:, None] * S.hidden + first + hs[None, :]
-        inside = (vs < S.d_v)[:, None] & (hs < S.share)[None, :]
-    else:
-        ds = (n - 1) % BLOCKS * STEP + tl.arange(0, STEP)
-        skip = S.d_v * S.hidden + (n - 1) // BLOCKS * S.hidden * S.pitch
-        at = skip + (first + hs)[:, None] * S.pitch + ds[None, :]
-        inside = (hs < S.share)[:, None] & (ds < S.pitch)[None, :]
-    return at, inside
-
-
-@triton.jit
-def load_tiles(base, member, S: tl.constexpr):
-    TILES: tl.constexpr = S.tiles
-    made = ()
-    for n in tl.static_range(TILES):
-        at, inside = place(n, member, S)
-        made += (tl.load(base + at, mask=inside, other=0.0),)
-    return made
-
-
-@triton.jit
-def store_tile(base, value, n: tl.constexpr, member, S: tl.constexpr):
-    at, inside = place(n, member, S)
-    tl.store(base + at, value.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_tiles(base, tiles, member, S: tl.constexpr):
-    TILES: tl.constexpr = S.tiles
-    for n in tl.static_range(TILES):
-        store_tile(base, tiles[n], n, member, S)
-
-
-@triton.jit
-def mixed(xs, a, ys, b, S: tl.constexpr):
-    """a xs + b ys"""
-    TILES: tl.constexpr = S.tiles
-    made = ()
-    for n in tl.static_range(TILES):
-        made += (a * xs[n] + b * ys[n],)
-    return made
-
-
-@triton.jit
-def scaled(xs, a, S: tl.constexpr):
-    TILES: tl.constexpr = S.tiles
-    made = ()
-    for n in tl.static_range(TILES):
-        made += (a * xs[n],)
-    return made
-
-
-@triton.jit
-def rounded(xs, S: tl.constexpr, DOT: tl.constexpr):
-    TILES: tl.constexpr = S.tiles
-    made = ()
-    for n in tl.static_range(TILES):
-        made += (xs[n].to(DOT),)
-    return made
-
-
-@triton.jit
 def left_w1(states, member, S: tl.constexpr):
     """The first tile as it was left, rounded, for the product that takes it as it lies.
 
@@ -137,17 +61,6 @@ def left_w1(states, member, S: tl.constexpr):
     tl.debug_barrier()
     at, inside = place(0, member, S)
     return tl.load(states + at, mask=inside, other=0.0)
-
-
-@triton.jit
-def load_features(phi, rows, height, S: tl.constexpr):
-    """A tile of phi `[height, pitch]` for each block of features."""
-    STEP: tl.constexpr = S.block_d
-    BLOCKS: tl.constexpr = S.blocks
-    made = ()
-    for b in tl.static_range(BLOCKS):
-        made += (tile(phi, rows, b * STEP + tl.arange(0, STEP), height, S.pitch),)
-    return made
 
 
 @triton.jit
@@ -383,6 +296,21 @@ def begin_document(
     return w, s
 
 
+@triton.jit
+def leave_piece(
+    weights, states, entered, initial, anchors, w, s, size, mark, member,
+    KEEP: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """The state before the next piece, and what it is if that begins a document."""
+    leave_state(weights, states, entered, anchors, w, s, size, mark & 2, member, KEEP, S)
+    # not a choice before the state is left: its tiles would be there in two layouts
+    if mark & 1:
+        w, s = begin_document(
+            weights, states, entered, initial, anchors, s, size, mark & 2, member, KEEP, S
+        )
+    return w, s
+
+
 @triton.jit(do_not_specialize=["pieces", "marked", "rows_and_heads", "heads"])
 def resident_kernel(
     k, v, phi, rest, share, push, kept, carried, push_kept, marks,
@@ -435,12 +363,9 @@ def resident_kernel(
                 room, arrived, n + 1, me, still, S, DOT,
             )  # fmt: skip
         size = (at + rows_and_heads) * S.size
-        leave_state(weights, states, entered, anchors, w, s, size, mark & 2, me, KEEP, S)
-        # not a choice before the state is left: its tiles would be there in two layouts
-        if mark & 1:
-            w, s = begin_document(
-                weights, states, entered, initial, anchors, s, size, mark & 2, me, KEEP, S
-            )
+        w, s = leave_piece(
+            weights, states, entered, initial, anchors, w, s, size, mark, me, KEEP, S
+        )
     end = ((pieces * rows_and_heads if KEEP else 0) + z) * S.size
     store_tiles(weights + end, w, member, S)
     if S.terms > 0:

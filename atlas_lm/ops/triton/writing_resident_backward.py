@@ -1,8 +1,8 @@
 """Gradients of writing linear memories, whose values do not see each other, in two launches.
 
     resident_backward_kernel   the state, piece by piece from the last: some of a memory's values a
-                               program, whose gradients stay in registers, tuples of tiles as in
-                               `writing_resident`; and the values
+                               program, whose gradients stay in registers, tuples of tiles
+                               (`state_tiles`); and the values
     linear_keys_kernel         keys and pulls, of all pieces at once
 
 The first leaves for the second what the pairs of each piece are pulled by: the gradient of the
@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.pairs_backward import leave_pulls, pull, push_to_x, to_keys
-from atlas_lm.ops.triton.tiles import dot, put, tile
-from atlas_lm.ops.triton.writing import last_kept
-from atlas_lm.ops.triton.writing_resident import (
+from atlas_lm.ops.triton.state_tiles import (
+    added,
     load_features,
     load_tiles,
     place,
@@ -23,6 +22,8 @@ from atlas_lm.ops.triton.writing_resident import (
     scaled,
     store_tiles,
 )
+from atlas_lm.ops.triton.tiles import dot, put, tile
+from atlas_lm.ops.triton.writing import last_kept
 
 
 @triton.jit
@@ -52,15 +53,6 @@ def through_errors(
         turned = tl.trans(du.to(DOT))
         for b in tl.static_range(BLOCKS):
             made += (dot(turned, f[b], DOT),)
-    return made
-
-
-@triton.jit
-def added(xs, ys, S: tl.constexpr):
-    TILES: tl.constexpr = S.tiles
-    made = ()
-    for n in tl.static_range(TILES):
-        made += (xs[n] + ys[n],)
     return made
 
 

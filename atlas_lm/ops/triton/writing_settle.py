@@ -16,7 +16,7 @@ from atlas_lm.ops.triton.pairs_backward import (
     to_second_matrix,
     to_x,
 )
-from atlas_lm.ops.triton.tiles import dot, features, put, tile
+from atlas_lm.ops.triton.tiles import dot, put, tile
 
 
 @triton.jit
@@ -140,13 +140,13 @@ def keys_of_matrix(
 
 @triton.jit
 def settle_first_matrix(
-    dz, dz_past, u, u_past, k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes,
-    pulls, weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
-    mine, past, outs, left, right, scale,
+    dz, dz_past, u, u_past, k, phi, dk, anchor, g_weights, g_momentum, g_initial, g_anchors,
+    pushes, pulls, weights, momenta, d_state, d_entered, d_anchor, kept, carried, push_kept,
+    fresh, keep, mine, past, outs, left, right, scale,
     HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `outs` of a matrix on phi, from gradients of what it gave: its tiles and the keys."""
-    D: tl.constexpr = S.features
+    PITCH: tl.constexpr = S.pitch
     STEP: tl.constexpr = S.block_d
     K: tl.constexpr = S.block_k
     PULLS: tl.constexpr = S.block_pulls
@@ -156,7 +156,7 @@ def settle_first_matrix(
     past_pulls = tl.zeros((past.shape[0], PULLS), tl.float32)
     degrees, c0 = tl.zeros((4,), tl.float32), tl.zeros((outs.shape[0],), tl.float32)
     c1, c2 = c0, c0
-    for d in range(0, D, STEP):
+    for d in range(0, PITCH, STEP):
         ds = d + tl.arange(0, STEP)
         state = state_tile(
             g_weights, g_momentum, weights, momenta, d_state, d_entered, outs, ds,
@@ -164,14 +164,14 @@ def settle_first_matrix(
         )  # fmt: skip
         gw, _, _, gs, _, _ = state
         w = tile(anchor, outs, ds, HEIGHT, S.pitch)
-        f = features(k, mine, ds, S.pairs, left, right, scale, S.d_k, S.features)
+        f = tile(phi, mine, ds, S.pairs, S.pitch)
         grad = dot(tl.trans(dz), f, DOT)
         grad_k, grad_pulls, degrees = keys_of_matrix(
             dz, u, f, w, gw, gs, pushes, pulls, dk, grad_k, grad_pulls, degrees, k, mine, outs, ds,
             S.pairs, left, right, scale, HEIGHT, S, DOT,
         )  # fmt: skip
         if S.tail > 0:
-            f = features(k, past, ds, S.tail, left, right, scale, S.d_k, S.features)
+            f = tile(phi, past, ds, S.tail, S.pitch)
             grad += dot(tl.trans(dz_past), f, DOT)
             grad_past, past_pulls, degrees = keys_of_matrix(
                 dz_past, u_past, f, w, gw, gs, pushes, pulls, dk, grad_past, past_pulls, degrees, k,
@@ -219,16 +219,13 @@ def settle_second_matrix(
 
 @triton.jit
 def linear_errors(
-    k, anchor, d_u1, pushes, pulls, dv, rows, vs, height, left, right, scale,
-    S: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    phi, anchor, d_u1, pushes, pulls, dv, rows, vs, height, S: tl.constexpr, DOT: tl.constexpr
+):
     """Linear memories: the gradient of the error, which is u1, and of the values."""
     du = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
     if S.written:
         du += tile(d_u1, rows, vs, height, S.d_v).to(tl.float32)
-    _, du = first_layer_to_u(
-        k, anchor, du, pushes, pulls, rows, vs, height, left, right, scale, S.d_v, S, DOT
-    )
+    _, du = first_layer_to_u(phi, anchor, du, pushes, pulls, rows, vs, height, S.d_v, S, DOT)
     put(dv, -du, rows, vs, height, S.d_v)
     return tl.zeros_like(du) if S.objective == 1 else du
 
@@ -248,7 +245,7 @@ def leave_pairs(
 
 @triton.jit
 def settle_on_features(
-    dz, dz_past, u, k, anchor, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+    dz, dz_past, u, k, phi, anchor, pushes, pulls, dk, d_pulls, d_degrees, d_last,
     g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
     kept, carried, push_kept, fresh, keep, mine, past, outs, left, right, scale,
     HEIGHT: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
@@ -260,8 +257,8 @@ def settle_on_features(
     K: tl.constexpr = S.block_k
     grad_k, grad_past, grad_pulls, past_pulls, degrees, c0, c1, c2 = settle_first_matrix(
         dz, dz_past, tile(u, mine, outs, S.pairs, HEIGHT), tile(u, past, outs, S.tail, HEIGHT),
-        k, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls, weights, momenta,
-        d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
+        k, phi, dk, anchor, g_weights, g_momentum, g_initial, g_anchors, pushes, pulls, weights,
+        momenta, d_state, d_entered, d_anchor, kept, carried, push_kept, fresh, keep,
         mine, past, outs, left, right, scale, HEIGHT, OWN, S, DOT,
     )  # fmt: skip
     ks = tl.arange(0, K)
@@ -274,7 +271,7 @@ def settle_on_features(
 
 @triton.jit
 def settle_first_layer(
-    k, anchor, u, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+    k, phi, anchor, u, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
     g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
     kept, carried, push_kept, fresh, keep, mine, past, hs, left, right, scale,
     WHICH: tl.constexpr, OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
@@ -288,7 +285,7 @@ def settle_first_layer(
     if S.tail > 0:
         dz_past = to_first_layer(do, anchor, known, past, vs, hs, S.tail, WHICH, S, DOT)
     settle_on_features(
-        dz, dz_past, u, k, anchor + AT, pushes + AT, pulls, dk, d_pulls, d_degrees, d_last,
+        dz, dz_past, u, k, phi, anchor + AT, pushes + AT, pulls, dk, d_pulls, d_degrees, d_last,
         g_weights + AT, g_momentum + AT, g_initial + AT, g_anchors + AT, weights + AT, momenta + AT,
         d_state + AT, d_entered + AT, d_anchor + AT, kept, carried, push_kept, fresh, keep,
         mine, past, hs, left, right, scale, S.hidden, OWN, S, DOT,
@@ -297,22 +294,18 @@ def settle_first_layer(
 
 @triton.jit
 def settle_linear(
-    k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
+    k, phi, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
     g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
     kept, carried, push_kept, fresh, keep, mine, past, vs, left, right, scale,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Some values of a linear memory."""
-    du = linear_errors(
-        k, anchor, d_u1, pushes, pulls, dv, mine, vs, S.pairs, left, right, scale, S, DOT
-    )
+    du = linear_errors(phi, anchor, d_u1, pushes, pulls, dv, mine, vs, S.pairs, S, DOT)
     du_past = du
     if S.tail > 0:
-        du_past = linear_errors(
-            k, anchor, d_u1, pushes, pulls, dv, past, vs, S.tail, left, right, scale, S, DOT
-        )
+        du_past = linear_errors(phi, anchor, d_u1, pushes, pulls, dv, past, vs, S.tail, S, DOT)
     settle_on_features(
-        du, du_past, u1, k, anchor, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+        du, du_past, u1, k, phi, anchor, pushes, pulls, dk, d_pulls, d_degrees, d_last,
         g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
         d_anchor, kept, carried, push_kept, fresh, keep, mine, past, vs, left, right, scale,
         S.d_v, OWN, S, DOT,
@@ -321,9 +314,9 @@ def settle_linear(
 
 @triton.jit
 def settle_block(
-    k, anchor, u1, h, u2, u3, d_u1, do, known, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
-    g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered, d_anchor,
-    kept, carried, push_kept, fresh, keep, mine, past, left, right, scale, member, matrix,
+    k, phi, anchor, u1, h, u2, u3, d_u1, do, known, pushes, pulls, dk, dv, d_pulls, d_degrees,
+    d_last, g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
+    d_anchor, kept, carried, push_kept, fresh, keep, mine, past, left, right, scale, member, matrix,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A member's block of one matrix."""
@@ -331,7 +324,7 @@ def settle_block(
     outs = member * F + tl.arange(0, F)
     if S.network == 0:
         settle_linear(
-            k, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
+            k, phi, anchor, u1, d_u1, pushes, pulls, dk, dv, d_pulls, d_degrees, d_last,
             g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
             d_anchor, kept, carried, push_kept, fresh, keep, mine, past, outs,
             left, right, scale, OWN, S, DOT,
@@ -344,14 +337,14 @@ def settle_block(
         )  # fmt: skip
     elif matrix == 1:
         settle_first_layer(
-            k, anchor, u2, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+            k, phi, anchor, u2, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
             g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
             d_anchor, kept, carried, push_kept, fresh, keep, mine, past, outs,
             left, right, scale, 1, OWN, S, DOT,
         )  # fmt: skip
     elif S.network == 2:
         settle_first_layer(
-            k, anchor, u3, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
+            k, phi, anchor, u3, do, known, pushes, pulls, dk, d_pulls, d_degrees, d_last,
             g_weights, g_momentum, g_initial, g_anchors, weights, momenta, d_state, d_entered,
             d_anchor, kept, carried, push_kept, fresh, keep, mine, past, outs,
             left, right, scale, 2, OWN, S, DOT,
@@ -360,9 +353,10 @@ def settle_block(
 
 @triton.jit(do_not_specialize=["piece", "pieces", "rows_and_heads", "heads"])
 def settle_kernel(
-    k, kept, carried, push_kept, pulls, marks, anchor, d_anchor, weights, momenta, u1, h, u2, u3,
-    left, right, scale, d_u1, d_state, d_entered, g_weights, g_momentum, g_initial, g_anchors,
-    pushes, do, known, dk, dv, d_pulls, d_last, d_degrees, piece, pieces, rows_and_heads, heads,
+    k, phi, kept, carried, push_kept, pulls, marks, anchor, d_anchor, weights, momenta,
+    u1, h, u2, u3, left, right, scale, d_u1, d_state, d_entered,
+    g_weights, g_momentum, g_initial, g_anchors, pushes, do, known, dk, dv, d_pulls, d_last,
+    d_degrees, piece, pieces, rows_and_heads, heads,
     OWN: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One block of one matrix a program. `pushes`: gradients that pairs are pulled by, rounded.
@@ -381,7 +375,8 @@ def settle_kernel(
     size, pairs = at * S.size, at * S.pairs
     wide, deep, whole = pairs * S.d_v, pairs * S.hidden, z * S.size
     pulls, pushes = pulls + pairs * S.pulls, pushes + whole * S.pulls
-    k, u1, d_u1, dv = k + pairs * S.d_k, u1 + wide, d_u1 + wide, dv + wide
+    k, phi = k + pairs * S.d_k, phi + pairs * S.pitch
+    u1, d_u1, dv = u1 + wide, d_u1 + wide, dv + wide
     anchor, d_anchor = anchor + size, d_anchor + whole
     g_weights, g_momentum = g_weights + whole, g_momentum + whole
     g_initial, g_anchors = g_initial + whole, g_anchors + whole
@@ -400,7 +395,7 @@ def settle_kernel(
     mark = tl.load(marks + at)
     mine, past = S.tail + tl.arange(0, LENGTH), tl.arange(0, TAIL)
     settle_block(
-        k, anchor, u1, h + deep, u2 + deep, u3 + deep, d_u1, do, known, pushes, pulls, dk, dv,
+        k, phi, anchor, u1, h + deep, u2 + deep, u3 + deep, d_u1, do, known, pushes, pulls, dk, dv,
         d_pulls, d_degrees, d_last, g_weights, g_momentum, g_initial, g_anchors, weights, momenta,
         d_state, d_entered, d_anchor, keep, carry, push_kept, mark & 1, mark & 2, mine, past,
         left, right, scale, member, matrix, OWN, S, DOT,
