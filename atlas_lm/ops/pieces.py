@@ -159,6 +159,8 @@ class Pieces:
         """`[b t h ...] -> [n b h l ...]`"""
         if not self.straight:
             x = take_rows(x, self.index.flatten(1))
+        if x.shape[3:].numel() * x.element_size() % 16:  # gates
+            return _swapped(x.unflatten(1, (-1, self.width))).contiguous()
         return _Split.apply(x, self.width)
 
     def split_pairs(self, window: Tensor, x: Tensor) -> Tensor:

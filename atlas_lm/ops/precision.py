@@ -7,7 +7,7 @@ and only the operands of matrix products are rounded, in every derivative too.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from atlas_lm.shapes import Product
 
 
+@cache
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 

@@ -27,6 +27,10 @@ def check_values(enabled: bool | None) -> None:
     _value_checks = enabled
 
 
+MOST_SHAPES = 256
+_known_shapes: dict[tuple, dict[str, tuple[int, ...]]] = {}
+
+
 def check_inputs(q, k, v, gates, weights, rule, coefficients, state, mask, reset, impl) -> None:
     """Raise ValueError or TypeError for anything the operation cannot take."""
     if not isinstance(rule, Rule):
@@ -165,9 +169,21 @@ def _check_state(state: MemoryState, weights: Weights, rule: Rule, q: Tensor, v:
             f"state: {state.keys.dtype}, but {q.dtype} inputs need {state_dtype(q.dtype)}; "
             "convert it with state.to(dtype)"
         )
-    fast = {n: w for n, w in weights.items() if n not in SLOW}
-    model = MemoryState.begin(rule, fast, 0, past_widths(rule, weights, q, v), keys=q, values=v)
-    state.require(rule, model.row_shapes(), "state")
+    state.require(rule, _row_shapes(weights, rule, q, v), "state")
+
+
+def _row_shapes(weights: Weights, rule: Rule, q: Tensor, v: Tensor) -> dict[str, tuple[int, ...]]:
+    """Of a state that fits. Found out once, since every call asks."""
+    sizes = tuple((n, tuple(w.shape)) for n, w in weights.items())
+    key = rule, sizes, tuple(q.shape[2:]), v.shape[3]
+    if key not in _known_shapes:
+        fast = {n: w for n, w in weights.items() if n not in SLOW}
+        past = past_widths(rule, weights, q, v)
+        model = MemoryState.begin(rule, fast, 0, past, keys=q, values=v)
+        if len(_known_shapes) >= MOST_SHAPES:
+            _known_shapes.clear()
+        _known_shapes[key] = model.row_shapes()
+    return _known_shapes[key]
 
 
 def _check_all_values(q, k, v, gates, weights, rule, coefficients, mask) -> None:

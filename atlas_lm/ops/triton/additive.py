@@ -102,8 +102,15 @@ def piece_bytes(plan: Plan, width: int) -> int:
 class AdditiveBackward(Backward):
     pushes: Tensor
 
+    @property
+    def in_one_launch(self) -> bool:
+        """Whether all pieces of a segment take one launch."""
+        return self.plan.sizes.resident and self.plan.sizes.network == LINEAR
+
     def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
         super().begin(g_weights, g_momentum, g_anchors, anchor)
+        if self.in_one_launch:
+            return
         both = [self.g_weights, self.g_momentum][: self.plan.sizes.pulls]
         self.pushes = torch.stack(both, 1).to(self.k.dtype)
 
@@ -120,7 +127,7 @@ class AdditiveBackward(Backward):
         if here.push is not None:
             pulls = torch.cat([pulls, here.push], 2)
         args = self, part, here, pulls.contiguous(), stood, found
-        if self.plan.sizes.resident and self.plan.sizes.network == LINEAR:
+        if self.in_one_launch:
             self._leave(part, all_pieces(*args))
             return
         back = WriteGradients(*args, self.pushes)
@@ -141,10 +148,10 @@ class AdditiveBackward(Backward):
         self.dk[part] = sums.dk
         d_kept, d_steps, d_share, d_push_kept, d_push = self.d_mixed.at(part)
         assert d_share is not None
-        d_kept[..., -1] += sums.last[..., 0]
-        d_share[:, :, -1] += sums.pulls[:, :, 0]
+        d_kept[..., -1].add_(sums.last[..., 0])
+        d_share[:, :, -1].add_(sums.pulls[:, :, 0])
         if d_steps is not None and d_push is not None and d_push_kept is not None:
-            d_steps[..., -1, 0] += sums.last[..., 1]
+            d_steps[..., -1, 0].add_(sums.last[..., 1])
             d_push_kept[..., 0] = sums.last[..., 2]
             d_push[:, :, 0] = sums.pulls[:, :, 1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations_with_replacement
 
 import torch
@@ -25,9 +25,16 @@ def sizes_of(
     rule: Rule, weights: Weights, d_k: int, d_v: int, length: int, terms: int, team: int = 1
 ) -> Sizes:
     """For pieces of this many slots; weights `[h out in]` or `[b h out in]`."""
-    name = "w" if rule.network == "linear" else "w2"
-    width, heads = weights[name].shape[-1], weights[name].shape[-3]
-    hidden = 0 if rule.network == "linear" else weights["w2"].shape[-2]
+    heads, hidden, width = weights["w" if rule.network == "linear" else "w2"].shape[-3:]
+    hidden = 0 if rule.network == "linear" else hidden
+    return _sizes(rule, heads, hidden, width, d_k, d_v, length, terms, team)
+
+
+@cache
+def _sizes(
+    rule: Rule, heads: int, hidden: int, width: int, d_k: int, d_v: int, length: int, terms: int,
+    team: int,
+) -> Sizes:  # fmt: skip
     step = feature_block(d_k, width)
     muon = rule.optimizer == "muon"
     pulls = terms + 1
@@ -83,7 +90,9 @@ def flatten(weights: Weights, sizes: Sizes) -> Tensor:
     parts = [
         functional.pad(weights[n], (0, fill)) if fill and n != "w1" else weights[n] for n in names
     ]
-    return torch.cat([p.flatten(-2) for p in parts], -1)
+    return (
+        parts[0].flatten(-2) if len(parts) == 1 else torch.cat([p.flatten(-2) for p in parts], -1)
+    )
 
 
 def unflatten(flat: Tensor, sizes: Sizes) -> Weights:

@@ -260,10 +260,10 @@ class MuonBackward(Backward):
         assert d_push_kept is not None
         assert d_push is not None
         of_last, of_kept = of_steps.sum(2).unbind(1)
-        d_steps[:, :, -1] += of_last
+        d_steps[:, :, -1].add_(of_last)
         d_push_kept[:, :, :-1] = of_kept
         d_push_kept[:, :, -1] = sums.last[..., 2]
-        d_kept[:, :, -1] += sums.last[..., 0]
+        d_kept[:, :, -1].add_(sums.last[..., 0])
         d_push.copy_(sums.pulls)
 
 

@@ -126,7 +126,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, slow: Slow, sizes: Sizes, like: Tensor) -> Tables:
-        nothing = torch.zeros(sizes.heads, sizes.d_v, device=like.device)
+        nothing = torch.empty(sizes.heads, sizes.d_v, device=like.device)
         gain = nothing if slow.gain is None else slow.gain.contiguous()
         residual = nothing if slow.residual is None else slow.residual.contiguous()
         if slow.coefficients is None:
@@ -197,9 +197,9 @@ class Meeting(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> Meeting:
         s, z, device = plan.sizes, plan.rows_and_heads, plan.marks.device
-        rooms = 4 * s.team * s.pairs * s.d_v if s.team > 1 and s.network != 0 else 0
-        arrived = torch.zeros(z, dtype=torch.int32, device=device)
-        return cls(torch.empty(z, rooms, device=device), arrived)
+        meet = s.team > 1 and s.network != LINEAR
+        arrived = (torch.zeros if meet else torch.empty)(z, dtype=torch.int32, device=device)
+        return cls(torch.empty(z, meet * 4 * s.team * s.pairs * s.d_v, device=device), arrived)
 
 
 def either(x: Tensor | None, other: Tensor) -> Tensor:
@@ -243,24 +243,32 @@ class Backward:
         self.tables, self.initial, self.branch = tables, initial, branch
         s, (count, z) = plan.sizes, plan.marks.shape
         wide = {"device": q.device, "dtype": torch.float32}
+        by_gain, by_degree = (
+            torch.zeros if used else torch.empty for used in (s.norm, s.features != s.d_k)
+        )
         self.dq, self.dk, self.dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.d_mixed = mixed.map(torch.empty_like)
-        self.d_gain = torch.zeros(count, z, s.d_v, **wide)
-        self.d_gain_write = torch.zeros(z, -(-s.pairs // s.few), s.d_v, **wide)
-        self.d_degrees = torch.zeros(count, z, 8, **wide)
+        self.d_gain = torch.empty(count, z, s.d_v, **wide)
+        self.d_gain_write = by_gain(z, -(-s.pairs // s.few), s.d_v, **wide)
+        self.d_degrees = by_degree(count, z, 8, **wide)
         self.blocks = by_blocks(s, z, processors(q.device))
-        self.d_degrees_write = torch.zeros(z, self.blocks.team * (s.network + 1), 4, **wide)
+        self.d_degrees_write = by_degree(z, self.blocks.team * (s.network + 1), 4, **wide)
 
     def begin(self, g_weights, g_momentum, g_anchors, anchor) -> None:
         """From the gradients of the state at the end."""
-        s, (_, z) = self.plan.sizes, self.plan.marks.shape
-        blank = torch.zeros(z, s.size, device=self.q.device)
-        self.g_weights = blank.clone() if g_weights is None else g_weights.float().clone()
-        self.g_momentum = blank.clone() if g_momentum is None else g_momentum.float().clone()
-        self.g_anchors = blank if g_anchors is None else g_anchors.float().contiguous()
-        self.g_initial = torch.zeros_like(blank)
+        s, own, (_, z) = self.plan.sizes, self.plan.own, self.plan.marks.shape
+        moving = s.terms > 0 or not s.written
+        room = torch.zeros(3 + moving + own, z, s.size, device=self.q.device)
+        self.g_weights, self.g_initial, self.g_anchors, *more = room.unbind()
+        # where there is none, something to point at
+        self.g_momentum = more[0] if moving else self.g_weights
+        self.g_anchor = more[-1] if own else self.g_weights
+        for mine, given in (
+            (self.g_weights, g_weights), (self.g_momentum, g_momentum), (self.g_anchors, g_anchors)
+        ):  # fmt: skip
+            if given is not None:
+                mine.copy_(given)
         self.anchor = None if anchor is None else anchor.to(self.k.dtype)
-        self.g_anchor = torch.zeros_like(blank)
 
     def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         raise NotImplementedError
@@ -373,7 +381,11 @@ class Run(torch.autograd.Function):
         tables = Tables.of(slow, plan.sizes, q)
         y = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
         branch = torch.empty(y.shape if plan.sizes.norm else (1,), device=q.device)
-        carry = [weights.clone(), None if momentum is None else momentum.clone(), weights.clone()]
+        carry = [
+            weights.clone(),
+            None if momentum is None else momentum.clone(),
+            torch.empty_like(weights),
+        ]
         rounded = None if anchor is None else anchor.to(k.dtype)
         checkpoints, parts = [], plan.segments(k.dtype)
         for part, keep in zip(parts, way.keeps(plan, parts, k), strict=True):
@@ -385,6 +397,7 @@ class Run(torch.autograd.Function):
             out = branch[part] if plan.sizes.norm else branch
             read(plan, q[part], k[part], here, tables, written, y[part], out)
         ctx.way, ctx.plan, ctx.checkpoints, ctx.tables = way, plan, checkpoints, tables
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, *mixed, *slow, anchor, initial, branch)
         return y, *carry
 
@@ -394,6 +407,8 @@ class Run(torch.autograd.Function):
         plan = ctx.plan
         q, k, v, *rest = ctx.saved_tensors
         mixed, slow, (anchor, initial, branch) = Mixed(*rest[:5]), Slow(*rest[5:8]), rest[8:]
+        if dy is None:
+            dy = q.new_zeros(*q.shape[:3], v.shape[-1])
         back = ctx.way.backward(plan, q, k, v, mixed, ctx.tables, initial, branch)
         back.begin(g_weights, g_momentum, g_anchors, anchor)
         parts = list(zip(plan.segments(k.dtype), ctx.checkpoints, strict=True))
