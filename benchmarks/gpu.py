@@ -96,6 +96,19 @@ def _median_ms(call: Callable[[], object], clear: Callable[[], object], repeats:
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
+def host_ms(call: Callable[[], object], repeats: int = 10) -> float:
+    """How long a call keeps the host, which begins with nothing for the GPU to do."""
+
+    def once() -> float:
+        wait()
+        begun = time.perf_counter()
+        call()
+        return (time.perf_counter() - begun) * 1e3
+
+    call()
+    return statistics.median(once() for _ in range(repeats))
+
+
 class Recorded:
     """A call as a CUDA graph: its results are always in the same tensors."""
 

@@ -5,8 +5,9 @@
 
 Each version runs in processes of its own, by this benchmark. Their numbers are checked and their
 kernels compiled at once, since compiling takes longest; then one layer after the other is timed
-alone, at 8 x 4,096 tokens. A rule whose numbers do not hold, or that does not end, gets no time.
-The first version is timed once more at the end: what differs between its two times is noise.
+alone, at 8 x 4,096 tokens or another `--shape`. A rule whose numbers do not hold, or that does not
+end, gets no time. The first version is timed once more at the end: what differs between its two
+times is noise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,7 @@ def main() -> None:
     )
     parser.add_argument("--pack", nargs="+", metavar="COMMIT", help="commits to compare, old first")
     parser.add_argument("--rules", default=RULES, help="names of benchmarks.speed, * allowed")
+    parser.add_argument("--shape", type=rows_and_tokens, default=SHAPE, help="rows,tokens")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--time", action="store_true", help=argparse.SUPPRESS)
@@ -55,10 +58,16 @@ def main() -> None:
         pack(options.pack)
     elif options.check or options.time:
         gpu.require_cuda()
-        print(json.dumps({n: (checked if options.check else timed)(n) for n in rules}))
+        one = checked if options.check else timed
+        print(json.dumps({n: one(n, options.shape) for n in rules}))
     else:
         gpu.require_cuda()
-        raise SystemExit(compare(rules, options.out))
+        raise SystemExit(compare(rules, options.shape, options.out))
+
+
+def rows_and_tokens(text: str) -> tuple[int, int]:
+    rows, tokens = map(int, text.split(","))
+    return rows, tokens
 
 
 def pack(commits: list[str]) -> None:
@@ -79,29 +88,29 @@ def git(*words: str) -> bytes:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True).stdout
 
 
-def checked(name: str) -> dict:
+def checked(name: str, shape: tuple[int, int]) -> dict:
     """By situation, whether numbers hold; a call at the shape that is timed compiles the rest."""
     found = {kind: numbers.compared(speed.ROWS[name], kind) for kind in SITUATIONS}
-    speed.gradients(speed.layer_of(speed.ROWS[name], "triton"), *SHAPE)()
+    speed.gradients(speed.layer_of(speed.ROWS[name], "triton"), *shape)()
     torch.cuda.synchronize()
     return found
 
 
-def timed(name: str) -> dict:
-    """Times of a layer, called and replayed, and of its kernels."""
+def timed(name: str, shape: tuple[int, int]) -> dict:
+    """Times of a layer, called and replayed, of its kernels, and of the host that launches them."""
     make = partial(speed.layer_of, speed.ROWS[name], "triton")
     always = gpu.Deadline(None)
-    found = speed.measured(make, *SHAPE, False, always)
-    found |= speed.replayed(make, *SHAPE, False, always)
+    found = speed.measured(make, *shape, False, always)
+    found |= speed.replayed(make, *shape, False, always)
     try:
-        return found | {"kernels": kernels(make())}
+        call = speed.gradients(make(), *shape)
+        return found | {"host_ms": gpu.host_ms(call), "kernels": kernels(call)}
     except Exception as error:
         return found | {"not_profiled": gpu.why(error)}
 
 
-def kernels(layer: torch.nn.Module) -> dict[str, float]:
+def kernels(call: Callable[[], object]) -> dict[str, float]:
     """ms of the kernels that take longest in one call, forward and backward."""
-    call = speed.gradients(layer, *SHAPE)
     call()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
@@ -112,13 +121,14 @@ def kernels(layer: torch.nn.Module) -> dict[str, float]:
     return found_ms | {"all": sum(spent.values(), 0.0)}
 
 
-def compare(rules: list[str], out: Path) -> int:
+def compare(rules: list[str], shape: tuple[int, int], out: Path) -> int:
     """All packed versions; 1 where one is wrong."""
     folders = sorted(PACKED.iterdir())
-    report: dict = {"machine": gpu.machine(), "versions": [version(f) for f in folders]}
+    report: dict = {"machine": gpu.machine(), "shape": shape}
+    report["versions"] = [version(f) for f in folders]
     jobs = [(folder, rule) for folder in folders for rule in rules]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        said = list(pool.map(lambda job: child(job[0], "--check", [job[1]]), jobs))
+        said = list(pool.map(lambda job: child(job[0], "--check", [job[1]], shape), jobs))
     report["numbers"] = [
         {"version": version(folder), "rule": rule} | judged(found.get(rule), found.get("error"))
         for (folder, rule), found in zip(jobs, said, strict=True)
@@ -128,7 +138,7 @@ def compare(rules: list[str], out: Path) -> int:
     report["times"] = []
     for folder in [*folders, folders[0]]:
         sound = [rule for rule in rules if (version(folder), rule) in holds]
-        found = child(folder, "--time", sound) if sound else {}
+        found = child(folder, "--time", sound, shape) if sound else {}
         report["times"].append({"version": version(folder)} | found)
         gpu.write(report, out)
     show(report, rules)
@@ -139,9 +149,10 @@ def version(folder: Path) -> str:
     return (folder / "version").read_text()
 
 
-def child(folder: Path, what: str, rules: list[str]) -> dict:
+def child(folder: Path, what: str, rules: list[str], shape: tuple[int, int]) -> dict:
     """What a process of this version says, by rule, or its error."""
     command = [sys.executable, "-m", "benchmarks.versions", what, "--rules", ",".join(rules)]
+    command += ["--shape", ",".join(map(str, shape))]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     try:
         done = subprocess.run(
@@ -171,6 +182,7 @@ def show(report: dict, rules: list[str]) -> None:
         ("kernels alone, ms", "kernels"),
         ("peak, GiB", "forward_backward_gib"),
         ("replayed, ms", "replayed_ms"),
+        ("the host alone, ms", "host_ms"),
         ("forward, ms", "forward_ms"),
         ("forward + backward, ms", "forward_backward_ms"),
     ):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -23,7 +24,7 @@ def packed(monkeypatch, tmp_path):
     return tmp_path
 
 
-def said(wrong: str, folder, what: str, rules: list[str]) -> dict:
+def said(wrong: str, folder, what: str, rules: list[str], shape: tuple[int, int]) -> dict:
     """The new version is wrong in one rule."""
     if what == "--check":
         holds = folder.name == "00-old" or wrong not in rules
@@ -51,7 +52,7 @@ def test_a_process_that_fails_says_why(packed):
     (folder / "benchmarks").mkdir()
     (folder / "benchmarks" / "__init__.py").touch()
     (folder / "benchmarks" / "versions.py").write_text('raise SystemExit("no kernels here")')
-    found = versions.child(folder, "--check", ["titans"])
+    found = versions.child(folder, "--check", ["titans"], (8, 4096))
     assert found == {"error": "no kernels here"}
     assert versions.judged(found.get("titans"), found["error"])["holds"] is False
 
@@ -59,7 +60,6 @@ def test_a_process_that_fails_says_why(packed):
 def test_what_a_process_says(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "require_cuda", lambda: None)
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(versions, "SHAPE", (1, 9))
     monkeypatch.setattr(versions, "SITUATIONS", ("odd",))
     small = partial(check_kernels, tokens=9, before=0, batch=1, impl="chunked")
     monkeypatch.setattr(
@@ -69,10 +69,14 @@ def test_what_a_process_says(monkeypatch, capsys):
     monkeypatch.setattr(
         speed, "layer_of", lambda row, impl, make=speed.layer_of: make(row, "chunked")
     )
-    monkeypatch.setattr(sys, "argv", ["x", "--check", "--rules", "titans"])
+    monkeypatch.setattr(sys, "argv", ["x", "--check", "--rules", "titans", "--shape", "1,9"])
     versions.main()
     found = json.loads(capsys.readouterr().out)
     assert found["titans"]["odd"]["holds"] is True
+
+
+def test_the_host_is_timed_by_itself():
+    assert gpu.host_ms(lambda: time.sleep(0.002), repeats=3) >= 2
 
 
 @pytest.mark.skipif(not (versions.ROOT / ".git").exists(), reason="needs the repository")
