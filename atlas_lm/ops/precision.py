@@ -7,7 +7,7 @@ and only the operands of matrix products are rounded, in every derivative too.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from torch import Tensor
 from atlas_lm.shapes import Product
 
 
-@cache
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    # asked for many times a call, and the general answer takes its time
+    if dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return torch.float32
     return torch.promote_types(dtype, torch.float32)
 
 
