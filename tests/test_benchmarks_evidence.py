@@ -77,6 +77,10 @@ def test_a_machine_that_has_only_the_results_goes_on(tmp_path, capsys):
     assert not list(second.rglob("*.safetensors"))
     assert named(second) == {}  # nobody to be asked at other lengths
     main(["recall", *chosen, *small, "--seeds", "3", "--runs", str(second)])
+    for longer in (["--steps", "4"], ["--batch", "3"]):
+        with pytest.raises(ValueError, match="a table is of one length"):
+            main(["recall", *chosen, *small, *longer, "--runs", str(tmp_path / "third")])
+    assert not (tmp_path / "third").exists()
     assert len(list(second.rglob("*.safetensors"))) == 2
 
 

@@ -19,7 +19,7 @@ from atlas_lm.cli.sweep import Sweep, SweepRun
 from atlas_lm.sweep.tables import write_tables
 from benchmarks.evidence.command import run
 from benchmarks.evidence.figures import draw
-from benchmarks.evidence.kept import keep, take_up, tuned
+from benchmarks.evidence.kept import keep, refuse_other_lengths, take_up, tuned
 from benchmarks.evidence.tables import TABLES, Scale
 from benchmarks.gpu_sharing import share_gpu
 
@@ -66,6 +66,7 @@ def main(args: list[str] | None = None) -> None:
     runs = [] if said.tables_only else table.runs(scale)
     if not (runs or said.tables_only):
         raise ValueError(f"--models {' '.join(said.models)}: none of the models of {said.table}")
+    refuse_other_lengths(results, runs)
     if taken := take_up(results, out, said.table, runs):
         print(f"{len(taken)} runs of {results} are over, and not run again")
     if said.jobs > 1 and torch.cuda.is_available() and not (said.dry_run or said.tables_only):

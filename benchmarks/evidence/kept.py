@@ -91,6 +91,30 @@ def _without_paths(data: dict[str, Any]) -> dict[str, Any]:
 # And back
 
 
+def refuse_other_lengths(results: Path, runs: Sequence[Planned]) -> None:
+    """A table is of runs of one length: ValueError where those of results/ are of another."""
+    if not (results / LINES).is_file():
+        return
+    planned = {_task(run.config.to_dict()): _length(run.config.to_dict()) for run in runs}
+    for line in map(json.loads, (results / LINES).read_text("utf-8").splitlines()):
+        steps, batch = _length(line["config"])
+        wanted = planned.get(_task(line["config"]), (steps, batch))
+        if wanted != (steps, batch):
+            raise ValueError(
+                f"{results}: holds runs of {steps:,} steps of {batch} rows, these would be of "
+                f"{wanted[0]:,} of {wanted[1]}, and a table is of one length: give these --runs "
+                "and --results of their own"
+            )
+
+
+def _task(config: dict[str, Any]) -> str:
+    return json.dumps(_without_paths(config["data"]), sort_keys=True)
+
+
+def _length(config: dict[str, Any]) -> tuple[int, int]:
+    return config["steps"], config["batch"]
+
+
 def take_up(results: Path, out: Path, table: str, runs: Sequence[Planned]) -> list[str]:
     """Runs of results/ that are over become folders of `out` again, with all that tables are made
     of and without weights; gives back their names.
