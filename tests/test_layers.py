@@ -182,6 +182,16 @@ def test_gates_begin_where_they_should(name):
     assert (gates.rate > 0).all()
 
 
+def test_the_newest_pair_may_begin_with_a_share_of_its_own():
+    layer = layer_of(SMALL["omeganet"], newest=0.75)
+    with torch.no_grad():
+        layer.gates.up.weight.zero_()
+    weights = layer.gates(torch.randn(1, 4, 12), torch.ones(2, 3)).importance
+    others = torch.full_like(weights[..., 1:], 0.25 / (SMALL["omeganet"].window - 1))
+    expected = torch.cat([torch.full_like(weights[..., :1], 0.75), others], -1)
+    assert_close({"importance": weights}, {"importance": expected}, "newest")
+
+
 def test_gates_can_close():
     """A rate of exactly 0 and a retention of exactly 1: the memory stands still."""
     layer = layer_of(SMALL["titans"])
@@ -251,6 +261,14 @@ def test_recall_is_a_read_without_a_write(name):
             r"coefficients: \(1\); expected 3 numbers above 0, one for each",
         ),
         ({"rule": "titans", "coefficients": (1.0,)}, r"coefficients: these are of polynomial"),
+        (
+            {"rule": "titans", "newest": 0.5},
+            r"newest: this is of a window, and the rule's holds one",
+        ),
+        (
+            {"newest": 1.0},
+            r"newest: 1.0 is no share of a window; expected more than 0 and less than 1",
+        ),
     ],
 )
 def test_a_wrong_config_is_refused(changes, message):

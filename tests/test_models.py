@@ -344,6 +344,11 @@ def test_a_broken_folder_is_refused(tmp_path):
             {"rule": "titans", "coefficients": (1.0, 1.0, 1.0)},
             "coefficients: no rule here has poly",
         ),
+        ({"newest": 0.0}, "newest: 0.0 is no share of a window"),
+        (
+            {"rule": ("titans", "swa"), "newest": 0.5},
+            "newest: no rule here has a window of several",
+        ),
     ],
 )
 def test_a_wrong_config_is_refused(changes, message):
@@ -356,7 +361,7 @@ def test_a_config_goes_through_json():
         ModelConfig(),
         ModelConfig(rule=(Rule(window=3), "swa", "titans"), tied=True),
         ModelConfig.of_size("1.3B", rule="atlas_pp", block="mag"),
-        ModelConfig(rule=("swa", "titans", "atlas"), coefficients=(0.1, 1.0, 1.0)),
+        ModelConfig(rule=("swa", "titans", "atlas"), coefficients=(0.1, 1.0, 1.0), newest=0.5),
     ):
         assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match="network given as a function cannot be written"):

@@ -58,6 +58,8 @@ class ModelConfig:
     """What a memory keeps from token to token, to begin with."""
     coefficients: tuple[float, ...] | None = None
     """Of polynomial features, by degree from 0 on, to begin with; None: 1 / i!."""
+    newest: float | None = None
+    """Share of the newest pair in a memory's window, to begin with; None: that of each other."""
     window: int = 512
     """Tokens that sliding-window attention sees."""
     segment: int = 64
@@ -86,6 +88,8 @@ class ModelConfig:
             self._check_mixer(rule)
         if self.coefficients is not None and not any(map(_is_polynomial, self.rules)):
             raise ValueError("coefficients: no rule here has polynomial features; leave them out")
+        if self.newest is not None and not any(map(_looks_back, self.rules)):
+            raise ValueError("newest: no rule here has a window of several pairs; leave it out")
 
     def _check_mixer(self, rule: str | Rule) -> None:
         others = isinstance(rule, str) and rule.startswith(PREFIX)
@@ -118,6 +122,7 @@ class ModelConfig:
             impl=self.impl,
             retention=self.retention,
             coefficients=self.coefficients if _is_polynomial(rule) else None,
+            newest=self.newest if _looks_back(rule) else None,
             **sizes,
         )
 
@@ -172,6 +177,12 @@ class ModelConfig:
 def _is_polynomial(rule: str | Rule) -> bool:
     known = RULES.get(rule) if isinstance(rule, str) else rule
     return known is not None and known.features == "polynomial"
+
+
+def _looks_back(rule: str | Rule) -> bool:
+    """Whether its memory has a window of several pairs."""
+    known = RULES.get(rule) if isinstance(rule, str) else rule
+    return known is not None and known.window > 1
 
 
 def _plain_rule(rule: str | Rule) -> str | dict[str, object]:

@@ -43,17 +43,27 @@ class Part:
     name: str
     width: int
     bias: float
+    first: float | None = None
+    """The bias of the first of them, where it starts from another."""
+
+    def start(self) -> list[float]:
+        first = self.bias if self.first is None else self.first
+        return [first] + [self.bias] * (self.width - 1)
 
 
-def parts_of(rule: Rule, retention: float) -> list[Part]:
-    """The gates a rule learns. At a window of 1 there is nothing to weigh."""
+def parts_of(rule: Rule, retention: float, newest: float | None = None) -> list[Part]:
+    """The gates a rule learns. At a window of 1 there is nothing to weigh.
+
+    `newest`: what the newest pair of a window weighs to begin with; None: what each other does.
+    """
     parts = [Part("rate", 1, 0.5)]
     if rule.retention == "learned":
         parts.append(Part("retention", 1, (1 - retention) / FORGET))
     if rule.uses_momentum:
         parts.append(Part("momentum", 1, log(0.9 / 0.1)))
     if rule.window > 1:
-        parts.append(Part("importance", rule.window, 0.0))
+        first = None if newest is None else log(newest / (1 - newest) * (rule.window - 1))
+        parts.append(Part("importance", rule.window, 0.0, first))
     if rule.objective == "huber":
         parts.append(Part("threshold", 1, log(exp(rule.delta) - 1)))
     return parts
@@ -62,16 +72,24 @@ def parts_of(rule: Rule, retention: float) -> list[Part]:
 class GateMaps(nn.Module):
     """`Gates` of a rule from embeddings `[b t dim]`, in float32 or better."""
 
-    def __init__(self, rule: Rule, dim: int, heads: int, rank: int, retention: float):
+    def __init__(
+        self,
+        rule: Rule,
+        dim: int,
+        heads: int,
+        rank: int,
+        retention: float,
+        newest: float | None = None,
+    ):
         super().__init__()
         self.rule, self.heads = rule, heads
-        self.parts = parts_of(rule, retention)
+        self.parts = parts_of(rule, retention, newest)
         self.down = nn.Linear(dim, rank, bias=False)
         self.up = nn.Linear(rank, heads * sum(p.width for p in self.parts))
 
     def initial_bias(self) -> Tensor:
         """Of `up`: every gate where it starts."""
-        return torch.cat([torch.full((self.heads * p.width,), p.bias) for p in self.parts])
+        return torch.tensor([bias for p in self.parts for bias in self.heads * p.start()])
 
     def forward(self, x: Tensor, coefficients: Tensor | None) -> Gates:
         made = self._divided(self.up(self.down(x)))

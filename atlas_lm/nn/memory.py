@@ -60,6 +60,9 @@ class MemoryConfig:
     """What a learned retention starts from."""
     coefficients: tuple[float, ...] | None = None
     """What polynomial features start from, by degree from 0 on; None: 1 / i!."""
+    newest: float | None = None
+    """What the newest pair of a window weighs to begin with, of 1 in all; None: what each other
+    does."""
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -79,6 +82,8 @@ class MemoryConfig:
             raise ValueError(f"retention: {self.retention} must be above 0 and at most 1")
         if self.coefficients is not None:
             check_coefficients(self.coefficients, self.memory_rule)
+        if self.newest is not None:
+            check_newest(self.newest, self.memory_rule)
 
     @property
     def memory_rule(self) -> Rule:
@@ -111,6 +116,15 @@ def check_coefficients(given: tuple[float, ...], rule: Rule) -> None:
         )
 
 
+def check_newest(newest: float, rule: Rule) -> None:
+    if rule.window == 1:
+        raise ValueError("newest: this is of a window, and the rule's holds one pair; leave it out")
+    if not 0 < newest < 1:
+        raise ValueError(
+            f"newest: {newest} is no share of a window; expected more than 0 and less than 1"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class LayerState(Carried):
     """A memory, and the last tokens that its convolution still sees."""
@@ -134,7 +148,9 @@ class MemoryLayer(nn.Module):
         self.project = nn.Linear(config.dim, channels, bias=False)
         self.conv = ShortConv(channels, config.conv)
         self.centre = nn.Parameter(torch.zeros(2, heads, d_k)) if config.centred else None
-        self.gates = GateMaps(self.rule, config.dim, heads, config.gate_rank, config.retention)
+        self.gates = GateMaps(
+            self.rule, config.dim, heads, config.gate_rank, config.retention, config.newest
+        )
         made = init_memory(self.rule, heads, d_k, d_v, config.hidden)
         # a memory that divides by its sum of weights begins at zero and stays there
         learned = not self.rule.normalize
