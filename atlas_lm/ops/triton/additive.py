@@ -22,6 +22,7 @@ from atlas_lm.ops.triton.reads import (
     either,
     in_room,
 )
+from atlas_lm.ops.triton.rows import ROWS
 from atlas_lm.ops.triton.sizes import LINEAR, resident_registers
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients, all_pieces
 from atlas_lm.ops.triton.writing import write_kernel
@@ -131,8 +132,7 @@ class AdditiveBackward(Backward):
             self._leave(part, all_pieces(*args))
             return
         back = WriteGradients(*args, self.pushes)
-        for n in reversed(range(len(pulls))):
-            back(n)
+        ROWS.launch(back.launches, range(len(pulls))[::-1])
         self._leave(part, back.sums())
 
     def _again(self, part: slice, checkpoint: list) -> Segment:
