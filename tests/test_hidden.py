@@ -161,6 +161,10 @@ def test_it_trains_is_tested_and_is_kept(tmp_path, books):
         ({"growing": 2.0}, r"data\.growing: 2\.0; expected a part"),
         ({"needles": 0}, r"data\.needles: 0; expected"),
         ({"tasks": ("babilong/qa3",), "lengths": (64,)}, "do not fit 64 tokens"),
+        (
+            {"longer": (44,)},
+            r"fits 4 tokens; .* \(in a test of 44 tokens, 40 of them for its answer",
+        ),
     ],
 )
 def test_what_cannot_be(changes, told, tmp_path, books):

@@ -20,6 +20,7 @@ from watchers import At
 from atlas_lm import RULES, LanguageModel, ModelConfig, load_model, save_model
 from atlas_lm.cli import main
 from atlas_lm.data.prepare import Options, prepare
+from atlas_lm.models.folder import model_folder
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.recipes import RECIPES
 from atlas_lm.tasks.rows import EVALUATE, TRAIN, rows
@@ -27,7 +28,7 @@ from atlas_lm.text import ByteTokenizer
 from atlas_lm.trace import trace
 from atlas_lm.train import loop
 from atlas_lm.train.config import TrainConfig
-from atlas_lm.train.data import PythonText, RecallData, TaskData, TextData
+from atlas_lm.train.data import PythonText, RecallData, StoryData, TaskData, TextData
 from atlas_lm.train.evaluate import evaluate
 from atlas_lm.train.guard import check_compiler, explained_memory, first_not_finite
 from atlas_lm.train.loop import train
@@ -37,7 +38,16 @@ from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.samples import keep_samples
 from atlas_lm.train.schedules import Schedule
 from atlas_lm.train.signals import signals
-from atlas_lm.train.sources import BLOCK, OneAhead, Recall, Tasks, Text, Work, epoch_order
+from atlas_lm.train.sources import (
+    BLOCK,
+    OneAhead,
+    Recall,
+    Tasks,
+    Text,
+    Work,
+    epoch_order,
+    open_material,
+)
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Board, Journal, Screen, read_lines
 
@@ -517,6 +527,23 @@ def test_a_run_starts_with_the_weights_of_a_model(tmp_path):
         train(config, tmp_path / "cut", watch=[At(5, kill)])
     train(config, tmp_path / "cut", resume=True)
     assert_same(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_run_that_starts_with_a_model_takes_its_tokenizer(tmp_path, capsys):
+    """The model of the package knows words by other numbers than those of their bytes."""
+    told = "train babilong --start demo --data.tasks babilong/qa1 --data.lengths 128 --length 128"
+    told += " --data.rows 1 --data.pauses 0 --steps 1 --batch 2 --evaluate-batches 1"
+    assert main(f"{told} --precision fp32 --out {tmp_path}/run".split()) == 0, capsys.readouterr()
+    for part in ("tokenizer.json", "model.safetensors"):
+        assert (tmp_path / "run/model" / part).exists()
+    assert (tmp_path / "run/model/tokenizer.json").read_bytes() == (
+        model_folder("demo") / "tokenizer.json"
+    ).read_bytes()
+    assert main(f"{told} --resume --out {tmp_path}/run".split()) == 0
+    own = tmp_path / "bytes"
+    save_model(LanguageModel(MODEL), own)
+    config = recall(start=str(own), data=StoryData(lengths=(64,)), length=64)
+    assert open_material(config, tmp_path).vocab == ByteTokenizer().vocab
 
 
 def test_who_starts_with_a_model_pays_all_of_the_price_at_once(tmp_path):

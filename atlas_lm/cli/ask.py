@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from atlas_lm.cli.model import Device, model_folder, open_model
+from atlas_lm.cli.model import Device, open_model
 
 if TYPE_CHECKING:
     from atlas_lm.ask import Answer
@@ -33,6 +33,7 @@ class Ask:
 
     def run(self) -> None:
         from atlas_lm.ask import Task, ask_both
+        from atlas_lm.models import model_folder
         from atlas_lm.reading import load_memory
 
         if not self.questions:

@@ -89,8 +89,9 @@ class Demo:
 
     def _reader(self, folder: Path) -> Reader:
         from atlas_lm.ask import Task
-        from atlas_lm.cli.model import model_folder, open_model
+        from atlas_lm.cli.model import open_model
         from atlas_lm.demo.show import Reader
+        from atlas_lm.models import model_folder
 
         folder = model_folder(folder)
         task = Task.load(folder)

@@ -21,24 +21,13 @@ Device = Annotated[
 """None: on a GPU if there is one."""
 
 
-SHIPPED = "demo"
-"""Who says so instead of a folder means the model of the package."""
-
-
-def model_folder(named: Path) -> Path:
-    """Where the model lies that is called so."""
-    from atlas_lm.demo import MODEL
-
-    return MODEL if str(named) == SHIPPED and not named.exists() else named
-
-
 def open_model(
     folder: Path, device: str | None
 ) -> tuple[LanguageModel, ByteTokenizer | FileTokenizer]:
     """The model that is called so, on this device, and its tokenizer."""
     import torch
 
-    from atlas_lm.models import load_model
+    from atlas_lm.models import load_model, model_folder
     from atlas_lm.text import load_tokenizer
 
     folder = model_folder(folder)

@@ -1,7 +1,7 @@
 """Language models: blocks of memory and attention, one config, one state."""
 
 from atlas_lm.models.config import ModelConfig
-from atlas_lm.models.folder import fingerprint_of, load_model, save_model
+from atlas_lm.models.folder import fingerprint_of, load_model, model_folder, save_model
 from atlas_lm.models.lm import LanguageModel, ModelState
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "ModelState",
     "fingerprint_of",
     "load_model",
+    "model_folder",
     "save_model",
 ]

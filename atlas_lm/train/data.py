@@ -124,7 +124,7 @@ class QuestionData:
     words: str | None = None
     """Folder of RULER's lists of words; None: a list of ours."""
     tokenizer: str | None = None
-    """A tokenizer.json; None: bytes."""
+    """A tokenizer.json; None: that of the model to start with, or bytes."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -223,7 +223,7 @@ class StoryData(GrowingTexts):
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
-    """A tokenizer.json; None: bytes."""
+    """A tokenizer.json; None: that of the model to start with, or bytes."""
 
     def __post_init__(self) -> None:
         if len(self.facts) != 2 or not 1 <= self.facts[0] <= self.facts[1]:

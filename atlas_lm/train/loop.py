@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from atlas_lm.models.folder import load_model, save_model
+from atlas_lm.models.folder import load_model, model_folder, save_model
 from atlas_lm.models.lm import LanguageModel
 from atlas_lm.text import save_tokenizer
 from atlas_lm.train import random_state
@@ -136,7 +136,7 @@ def first_model(config: TrainConfig) -> LanguageModel:
     """As the run begins with it."""
     if config.start is None:
         return LanguageModel(config.model)
-    model = load_model(config.start).float().train()
+    model = load_model(model_folder(config.start)).float().train()
     other = differences(model.config.to_dict(), config.model.to_dict())
     if other:
         name, (theirs, ours) = next(iter(other.items()))

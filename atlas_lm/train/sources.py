@@ -6,9 +6,10 @@ A batch follows from the seed and the step, whatever the number of ranks: each t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from atlas_lm.data.prepare import VALID, Options, prepare
 from atlas_lm.data.recall import associative_recall
 from atlas_lm.data.shards import MANIFEST, Shards
 from atlas_lm.data.stream import Batches
+from atlas_lm.models.folder import model_folder
 from atlas_lm.ops.host import to_device
 from atlas_lm.tasks.rows import EVALUATE, TRAIN, Rows, RowTask, row_task, rows
-from atlas_lm.text import Tokenizer
+from atlas_lm.text import TOKENIZER_FILE, Tokenizer
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.data import (
     HiddenData,
@@ -36,6 +38,8 @@ from atlas_lm.train.ranks import Ranks, agreed
 
 if TYPE_CHECKING:
     from atlas_lm.ask import Task
+
+OfTexts = TypeVar("OfTexts", bound=QuestionData | StoryData)
 
 EVALUATION_SEED = 0
 """Of the order in which validation texts are read, and of tests that are made: the same in every
@@ -169,26 +173,37 @@ class Material(Protocol):
 
 def open_material(config: TrainConfig, folder: Path) -> Material:
     """The data of a run; what it has to make itself is kept in this folder."""
-    if isinstance(config.data, RecallData):
-        return Recall(config.data)
-    if isinstance(config.data, TaskData):
-        return Tasks(config.data)
-    if isinstance(config.data, HiddenData):
+    data = config.data
+    if config.start is not None and isinstance(data, QuestionData | StoryData):
+        data = _with_tokenizer(data, model_folder(config.start))
+    if isinstance(data, RecallData):
+        return Recall(data)
+    if isinstance(data, TaskData):
+        return Tasks(data)
+    if isinstance(data, HiddenData):
         from atlas_lm.train.hidden import HiddenMaterial
 
-        return HiddenMaterial(config.data, folder)
-    if isinstance(config.data, QuestionData):
+        return HiddenMaterial(data, folder)
+    if isinstance(data, QuestionData):
         from atlas_lm.train.questions import QuestionMaterial
 
-        return QuestionMaterial(config.data, folder)
-    if isinstance(config.data, StoryData):
+        return QuestionMaterial(data, folder)
+    if isinstance(data, StoryData):
         from atlas_lm.train.stories import StoryMaterial
 
-        return StoryMaterial(config.data, folder)
-    if isinstance(config.data, PythonText):
-        agreed(lambda: _prepare_python(config.data, folder))  # pyright: ignore[reportArgumentType]
+        return StoryMaterial(data, folder)
+    if isinstance(data, PythonText):
+        agreed(lambda: _prepare_python(data, folder))
         return Text(TextData(path=str(folder)))
-    return Text(config.data)
+    return Text(data)
+
+
+def _with_tokenizer(data: OfTexts, model: Path) -> OfTexts:
+    """The data with the tokenizer of this model, if it names none itself."""
+    path = model / TOKENIZER_FILE
+    if data.tokenizer is not None or not path.exists():
+        return data
+    return replace(data, tokenizer=str(path))
 
 
 def _prepare_python(data: PythonText, folder: Path) -> None:
