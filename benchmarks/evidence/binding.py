@@ -47,7 +47,7 @@ from atlas_lm.rules import RULES, Rule
 from atlas_lm.whole_files import write_whole
 from benchmarks.evidence.command import run
 from benchmarks.evidence.models import changed
-from benchmarks.evidence.tables import ATLAS
+from benchmarks.evidence.tables import ATLAS, NEWEST
 
 HEADS, D_V = 2, 32
 """Of a layer of the table at width 64."""
@@ -69,6 +69,8 @@ class Case:
     d_k: int = 32
     coefficients: tuple[float, ...] | None = None
     """Of polynomial features, to begin with; None: 1 / i!."""
+    newest: float | None = None
+    """Share of the newest pair in a window, to begin with; None: that of each other."""
     weighed: bool = False
     """Whether the gate of the rate weighs what a token adds to the gradients, too, so that Muon's
     momentum, which takes in every token alike, can leave one out."""
@@ -90,6 +92,10 @@ def of_table(name: str, **fields: object) -> Case:
 def beginning(case: Case, coefficients: tuple[float, ...]) -> Case:
     said = ",".join(f"{a:g}" for a in coefficients)
     return replace(case, name=f"{case.name} a={said}", coefficients=coefficients)
+
+
+def newest_first(case: Case) -> Case:
+    return replace(case, name=f"{case.name} newest={NEWEST}", newest=NEWEST)
 
 
 def weighed(case: Case) -> Case:
@@ -122,6 +128,8 @@ def cases() -> list[Case]:
         of_table("atlas"),
         weighed(of_table("atlas")),
         beginning(of_table("atlas"), (0.1, 1.0, 1.0)),
+        newest_first(of_table("omeganet")),
+        newest_first(of_table("atlas")),
     ]
     return found
 
@@ -277,7 +285,7 @@ class Learner(nn.Module):
     def __init__(self, case: Case):
         super().__init__()
         self.rule, self.weighed = case.rule, case.weighed
-        self.gates = GateMaps(case.rule, KINDS, HEADS, 8, START.retention)
+        self.gates = GateMaps(case.rule, KINDS, HEADS, 8, START.retention, case.newest)
         initialise(self)
         made = init_memory(case.rule, HEADS, case.d_k, D_V)
         self.memory = nn.ParameterDict(made)

@@ -149,6 +149,9 @@ def recall(scale: Scale) -> list[Planned]:
 
 START = (0.1, 1.0, 1.0)
 """Of the coefficients, instead of 1 / i!: given keys, omeganet holds more (docs/evidence.md)."""
+NEWEST = 0.5
+"""Of a window's weight, the newest pair's to begin with: omeganet binds earlier
+(docs/evidence.md)."""
 
 
 def variants(config: ModelConfig, chunk: int, stride: int) -> dict[str, Mixer]:
@@ -164,6 +167,10 @@ def variants(config: ModelConfig, chunk: int, stride: int) -> dict[str, Mixer]:
         "other start": replace(config, rule=atlas, coefficients=START),
         "without muon, other start": replace(
             config, rule=changed("omeganet", chunk=chunk), coefficients=START
+        ),
+        "newest first": replace(config, rule=atlas, newest=NEWEST),
+        "without muon, newest first": replace(
+            config, rule=changed("omeganet", chunk=chunk), newest=NEWEST
         ),
         "with attention (MAG)": replace(config, rule=atlas, block="mag"),
         "with attention (MAL)": replace(config, rule=atlas, block="mal"),
