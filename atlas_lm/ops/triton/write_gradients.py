@@ -52,10 +52,7 @@ class Sums(NamedTuple):
 
 
 class WriteGradients:
-    """Takes the gradients of the state from after a piece to before it."""
-
-    launches: list[Repeated]
-    """Of a piece; the last comes first."""
+    """`write_gradients(n)` takes the gradients of the state from after piece n to before it."""
 
     def __init__(
         self, back: Backward, part: slice, here: Mixed, pulls: Tensor, stood: Stood,
@@ -99,6 +96,10 @@ class WriteGradients:
             NUMBER, count, z, s.heads, OWN=own, **narrow,
         )  # fmt: skip
         self.launches = [settle] if s.network == LINEAR else [pull, error, settle]
+
+    def __call__(self, n: int) -> None:
+        for repeated in self.launches:
+            repeated(n)
 
     def sums(self) -> Sums:
         dk = self.reads_dk + self.dk.sum(0)
