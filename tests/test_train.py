@@ -27,6 +27,7 @@ from atlas_lm.tasks.rows import EVALUATE, TRAIN, rows
 from atlas_lm.text import ByteTokenizer
 from atlas_lm.trace import trace
 from atlas_lm.train import loop
+from atlas_lm.train.ahead import OneAhead
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.data import PythonText, RecallData, StoryData, TaskData, TextData
 from atlas_lm.train.evaluate import evaluate
@@ -40,7 +41,6 @@ from atlas_lm.train.schedules import Schedule
 from atlas_lm.train.signals import signals
 from atlas_lm.train.sources import (
     BLOCK,
-    OneAhead,
     Recall,
     Tasks,
     Text,

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from atlas_lm.models.folder import load_model, model_folder, save_model
+from atlas_lm.models.folder import save_model
 from atlas_lm.models.lm import LanguageModel
 from atlas_lm.text import save_tokenizer
 from atlas_lm.train import random_state
+from atlas_lm.train.ahead import OneAhead
 from atlas_lm.train.checkpoints import Checkpoints
-from atlas_lm.train.config import TrainConfig, differences
+from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.evaluate import evaluate
 from atlas_lm.train.guard import (
     NotFinite,
@@ -57,7 +58,8 @@ from atlas_lm.train.run_folder import (
 )
 from atlas_lm.train.samples import keep_samples, samples
 from atlas_lm.train.signals import signals
-from atlas_lm.train.sources import Material, OneAhead, Work, open_material
+from atlas_lm.train.sources import Material, Work, open_material
+from atlas_lm.train.start import first_model
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Journal, Watch
 
@@ -130,21 +132,6 @@ def fitted(config: TrainConfig, material: Material) -> TrainConfig:
     if material.vocab in (None, config.model.vocab):
         return config
     return replace(config, model=replace(config.model, vocab=material.vocab))
-
-
-def first_model(config: TrainConfig) -> LanguageModel:
-    """As the run begins with it."""
-    if config.start is None:
-        return LanguageModel(config.model)
-    model = load_model(model_folder(config.start)).float().train()
-    other = differences(model.config.to_dict(), config.model.to_dict())
-    if other:
-        name, (theirs, ours) = next(iter(other.items()))
-        raise ValueError(
-            f"start: the model in {config.start} has {name} {theirs}, that of this run {ours}; "
-            "expected the same model"
-        )
-    return model
 
 
 @dataclass

@@ -6,10 +6,9 @@ A batch follows from the seed and the step, whatever the number of ranks: each t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +19,9 @@ from atlas_lm.data.prepare import VALID, Options, prepare
 from atlas_lm.data.recall import associative_recall
 from atlas_lm.data.shards import MANIFEST, Shards
 from atlas_lm.data.stream import Batches
-from atlas_lm.models.folder import model_folder
 from atlas_lm.ops.host import to_device
 from atlas_lm.tasks.rows import EVALUATE, TRAIN, Rows, RowTask, row_task, rows
-from atlas_lm.text import TOKENIZER_FILE, Tokenizer
+from atlas_lm.text import Tokenizer
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.data import (
     HiddenData,
@@ -35,11 +33,10 @@ from atlas_lm.train.data import (
     TextData,
 )
 from atlas_lm.train.ranks import Ranks, agreed
+from atlas_lm.train.start import data_of
 
 if TYPE_CHECKING:
     from atlas_lm.ask import Task
-
-OfTexts = TypeVar("OfTexts", bound=QuestionData | StoryData)
 
 EVALUATION_SEED = 0
 """Of the order in which validation texts are read, and of tests that are made: the same in every
@@ -111,46 +108,6 @@ class Source(Protocol):
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
-@runtime_checkable
-class Closes(Protocol):
-    """A source that has processes of its own."""
-
-    def close(self) -> None: ...
-
-
-class OneAhead:
-    """A source whose next batch can be made before it is asked for, while a GPU is busy with this
-    one. It is saved as if it had not been."""
-
-    def __init__(self, source: Source):
-        self._source = source
-        self._before: dict[str, int] = {}
-        self._made: Work | None = None
-
-    def make(self) -> None:
-        """The next batch."""
-        if self._made is None:
-            self._before = dict(self._source.state_dict())
-            self._made = self._source.next()
-
-    def next(self) -> Work:
-        self.make()
-        made, self._made = self._made, None
-        assert made is not None
-        return made
-
-    def state_dict(self) -> dict[str, int]:
-        return self._source.state_dict() if self._made is None else self._before
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._made = None
-        self._source.load_state_dict(state)
-
-    def close(self) -> None:
-        if isinstance(self._source, Closes):
-            self._source.close()
-
-
 class Material(Protocol):
     """What a run learns from and is tested on."""
 
@@ -173,9 +130,7 @@ class Material(Protocol):
 
 def open_material(config: TrainConfig, folder: Path) -> Material:
     """The data of a run; what it has to make itself is kept in this folder."""
-    data = config.data
-    if config.start is not None and isinstance(data, QuestionData | StoryData):
-        data = _with_tokenizer(data, model_folder(config.start))
+    data = data_of(config)
     if isinstance(data, RecallData):
         return Recall(data)
     if isinstance(data, TaskData):
@@ -196,14 +151,6 @@ def open_material(config: TrainConfig, folder: Path) -> Material:
         agreed(lambda: _prepare_python(data, folder))
         return Text(TextData(path=str(folder)))
     return Text(data)
-
-
-def _with_tokenizer(data: OfTexts, model: Path) -> OfTexts:
-    """The data with the tokenizer of this model, if it names none itself."""
-    path = model / TOKENIZER_FILE
-    if data.tokenizer is not None or not path.exists():
-        return data
-    return replace(data, tokenizer=str(path))
 
 
 def _prepare_python(data: PythonText, folder: Path) -> None:
