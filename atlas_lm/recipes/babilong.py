@@ -19,8 +19,8 @@ def babilong() -> TrainConfig:
         --data.babi DIR --data.books DIR --data.test-books DIR --data.tokenizer FILE
             --data.workers 4 --graph
 
-    From the model of the demo, which knows how to find what was told, a thirtieth of it does, an
-    hour and a half on one core (docs/evidence.md):
+    From the model of the demo, which knows how to find what was told, a thirtieth of it does, two
+    hours on one core (docs/evidence.md):
 
         --start demo --data.babi DIR --data.books DIR --data.test-books DIR
             --steps 4000 --batch 4 --length 1024 --data.lengths 256 512 1024
