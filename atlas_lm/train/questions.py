@@ -58,21 +58,19 @@ class QuestionMaterial:
         found: dict[int | str, Iterator[Work]] = {}
         for length in (config.length, *self.data.longer):
             for task in self.tasks:
+                self._check_test(task, length)  # what cannot be made is told now
                 name = length if len(self.tasks) == 1 else f"{task.kind}-{length}"
                 found[name] = self._test(config, ranks, task, length)
         return found
 
-    def check_tests(self, config: TrainConfig) -> None:
-        """What cannot be made is told before the run begins."""
-        for length in (config.length, *self.data.longer):
-            for task in self.tasks:
-                try:
-                    self.rows("eval", task, length, EVALUATION_SEED, range(1))
-                except ValueError as error:
-                    raise ValueError(
-                        f"{error} (in a test of {length:,} tokens, {ANSWER} of them for its "
-                        "answer; expected a longer --length or --data.longer)"
-                    ) from error
+    def _check_test(self, task: TextTask, length: int) -> None:
+        try:
+            self.rows("eval", task, length, EVALUATION_SEED, range(1))
+        except ValueError as error:
+            raise ValueError(
+                f"{error} (in a test of {length:,} tokens, {ANSWER} of them for its answer; "
+                "expected a longer --length or --data.longer)"
+            ) from error
 
     def _test(
         self, config: TrainConfig, ranks: Ranks, task: TextTask, length: int
@@ -108,8 +106,7 @@ class QuestionSource:
     def __init__(self, material: QuestionMaterial, config: TrainConfig, ranks: Ranks):
         self.material, self.config, self.ranks = material, config, ranks
         self.step = 0
-        material.check_tests(config)
-        for task in material.tasks:
+        for task in material.tasks:  # what cannot be made is told now
             for length in material.data.lengths or (config.length,):
                 material.rows("train", task, length, config.seed, range(1))
 
