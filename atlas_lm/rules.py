@@ -186,3 +186,8 @@ RULES: dict[str, Rule] = {
 }
 """The family. What a row leaves out: network linear, features identity, objective l2, window 1,
 optimizer gd, chunk 64."""
+
+
+def rule_of(mixer: str | Rule) -> Rule | None:
+    """The rule by which a mixer of a model remembers; None: it has none, as attention."""
+    return RULES.get(mixer) if isinstance(mixer, str) else mixer

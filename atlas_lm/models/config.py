@@ -10,7 +10,7 @@ from atlas_lm.nn.fla import PREFIX, FlaConfig
 from atlas_lm.nn.memory import MemoryConfig
 from atlas_lm.nn.stream import expect_count
 from atlas_lm.ops.memorize import Impl
-from atlas_lm.rules import RULES, Rule
+from atlas_lm.rules import RULES, Rule, rule_of
 
 BLOCKS = ("plain", "mac", "mag", "mag_sum", "mal")
 MIXERS = ("attention", "swa")
@@ -175,13 +175,13 @@ class ModelConfig:
 
 
 def _is_polynomial(rule: str | Rule) -> bool:
-    known = RULES.get(rule) if isinstance(rule, str) else rule
+    known = rule_of(rule)
     return known is not None and known.features == "polynomial"
 
 
 def _looks_back(rule: str | Rule) -> bool:
     """Whether its memory has a window of several pairs."""
-    known = RULES.get(rule) if isinstance(rule, str) else rule
+    known = rule_of(rule)
     return known is not None and known.window > 1
 
 

@@ -28,7 +28,7 @@ from atlas_lm.models.lm import LanguageModel
 from atlas_lm.models.summary import grows
 from atlas_lm.nn.attention import Attention
 from atlas_lm.nn.fla import FlaMixer
-from atlas_lm.rules import RULES, Rule
+from atlas_lm.rules import Rule, rule_of
 
 SHORTEST = 128
 """Tokens that a block reads to be counted, at least."""
@@ -96,7 +96,7 @@ def _block(config: ModelConfig, rule: str | Rule, length: int) -> _Read:
 
 def _enough(config: ModelConfig, rule: str | Rule) -> int:
     """Tokens after which everything has happened as often as it does on average."""
-    known = RULES.get(rule) if isinstance(rule, str) else rule
+    known = rule_of(rule)
     periods = [] if known is None else [known.chunk, known.stride]
     if config.block == "mac":
         periods.append(config.segment)

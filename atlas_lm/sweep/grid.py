@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from atlas_lm.names import nearest
-from atlas_lm.rules import RULES, Rule
+from atlas_lm.rules import RULES, Rule, rule_of
 from atlas_lm.train.config import TrainConfig
 
 RULE = "rule."
@@ -140,7 +140,7 @@ def with_rule_fields(config: TrainConfig, changes: Mapping[str, str]) -> TrainCo
 def _changed(rules: list[Any], field: str, value: Any) -> list[Any]:
     changed, refusals = [], []
     for rule in rules:
-        known = RULES.get(rule) if isinstance(rule, str) else rule
+        known = rule_of(rule)
         if known is None:
             refusals.append(f"{rule} has no fields")
             changed.append(rule)

@@ -150,8 +150,8 @@ def recall(scale: Scale) -> list[Planned]:
 START = (0.1, 1.0, 1.0)
 """Of the coefficients, instead of 1 / i!: given keys, omeganet holds more (docs/evidence.md)."""
 NEWEST = 0.5
-"""Of a window's weight, the newest pair's to begin with: omeganet binds earlier
-(docs/evidence.md)."""
+"""Of a window's weight, the newest pair's to begin with: with it more seeds of omeganet bound, but
+too few to prove it (docs/evidence.md)."""
 
 
 def variants(config: ModelConfig, chunk: int, stride: int) -> dict[str, Mixer]:
