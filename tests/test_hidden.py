@@ -10,7 +10,10 @@ import torch
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.lm import NO_TARGET
-from atlas_lm.tasks.babi_world import generated_questions
+from atlas_lm.tasks.babi import solve
+from atlas_lm.tasks.babi_world import generated_questions, made_story
+from atlas_lm.tasks.samples import part_of
+from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.text import ByteTokenizer
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.data import HiddenData
@@ -65,6 +68,30 @@ def test_stories_are_put_together_again():
     for story in found:
         for one, two in pairwise(story):
             assert two.facts[: len(one.facts)] == one.facts
+
+
+def test_stories_are_made_for_every_text(cache, books):
+    """Those of the files come round again, made ones do not."""
+
+    def told(made: float) -> set[str]:
+        data = HiddenData(tasks=("babilong/qa3",), books=books, made=made)
+        material, task = HiddenMaterial(data, cache), TEXT_TASKS["babilong/qa3"]
+        material._stories["qa3"] = [list(generated_questions("qa3", "train", count=1).items)]
+        draws = (np.random.default_rng(seed) for seed in range(8))
+        return {str(next(material._tellings(task, draw))[1]) for draw in draws}
+
+    assert [len(told(made)) for made in (0.0, 1.0)] == [1, 8]
+    assert 1 < len(told(0.5)) < 8
+    with pytest.raises(ValueError, match="qa7, for which no stories are made"):
+        HiddenData(tasks=("babilong/qa7",), made=0.5)
+
+
+def test_made_stories_keep_training_and_evaluation_apart():
+    draw = np.random.default_rng(0)
+    for part in ("train", "eval"):
+        for question in (q for _ in range(20) for q in made_story("qa2", part, draw)):
+            assert part_of(question.content) == part
+            assert solve("qa2", question.facts, question.text) == question.answer
 
 
 def test_every_answer_follows_from_what_was_read(material):
@@ -144,8 +171,10 @@ def test_a_step_has_as_many_tokens_at_every_length(cache, books):
     source.close()
 
 
-def test_it_trains_is_tested_and_is_kept(tmp_path, books):
-    made = train(config(data={"books": books}), tmp_path / "run", device="cpu")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_it_trains_is_tested_and_is_kept(tmp_path, books, workers):
+    wanted = config(data={"books": books, "workers": workers})
+    made = train(wanted, tmp_path / "run", device="cpu")
     assert made is not None
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "accuracy@qa1-2048" in metrics

@@ -90,6 +90,10 @@ class Questions:
     def __len__(self) -> int:
         return len(self.items)
 
+    def __reduce__(self):
+        # to another process without what was counted, which hangs on this one's tokenizers
+        return Questions, (self.qa, self.part, self.items, self.source)
+
     def shuffled(self, seed: int) -> Questions:
         """In another order: neighbours in a file are of one story."""
         order = np.random.default_rng(seed).permutation(len(self.items))

@@ -44,10 +44,17 @@ def generated_questions(qa: str, part: Part, seed: int = 0, count: int | None = 
     generator = generator_of("babi", qa, part, seed)
     items: list[Question] = []
     while len(items) < count:
-        story = MAKERS[qa](generator)
-        items += [question for question in story if part_of(question.content) == part]
+        items += made_story(qa, part, generator)
     source = f"stories of our own by bAbI's rules, seed {seed}"
     return Questions(qa, part, tuple(items[:count]), source)
+
+
+def made_story(qa: str, part: Part, generator: np.random.Generator) -> list[Question]:
+    """The questions of a new story that are for this part: one or more."""
+    while True:
+        story = MAKERS[qa](generator)
+        if found := [question for question in story if part_of(question.content) == part]:
+            return found
 
 
 class Seen(NamedTuple):

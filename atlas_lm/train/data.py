@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atlas_lm.names import nearest
+from atlas_lm.tasks.babi_world import MAKERS
 from atlas_lm.tasks.rows import RowTask, row_task
 from atlas_lm.tasks.table import TEXT_TASKS
 
@@ -175,11 +176,22 @@ class HiddenData(QuestionData, GrowingTexts):
 
     needles: int = 8
     """Of a text with needles, at most."""
+    made: float = 0.0
+    """Part of the stories of bAbI that are made by its rules, new ones for every text; the others
+    are those of its files, of which there are two thousand a task."""
 
     def __post_init__(self) -> None:
         QuestionData.__post_init__(self)
         GrowingTexts.__post_init__(self)
         expect_at_least("data.needles", self.needles, 1)
+        expect_part("data.made", self.made)
+        for name in self.tasks:
+            family, _, qa = name.partition("/")
+            if self.made and family == "babilong" and qa not in MAKERS:
+                raise ValueError(
+                    f"data.made: {self.made}, and {name}, for which no stories are made; expected "
+                    f"{', '.join(MAKERS)}, or 0"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ import torch
 from atlas_lm.ask import Task
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.babi import Question
+from atlas_lm.tasks.babi_world import made_story
 from atlas_lm.tasks.babilong import QUESTION_LAST
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.niah import NOISE, told_and_asked
@@ -142,10 +143,13 @@ class HiddenMaterial:
             for count in range(int(draw.integers(1, self.data.needles + 1)), 0, -1):
                 yield told_and_asked(task.kind, count, self._train.words, draw)
             return
-        stories = self._stories_of(task.kind)
+        stories, made = self._stories_of(task.kind), self.data.made
         first = int(draw.integers(len(stories)))
         for other in range(TRIES):
-            yield "", _told(stories[(first + other) % len(stories)])
+            if made and draw.random() < made:
+                yield "", _told(made_story(task.kind, "train", draw))
+            else:
+                yield "", _told(stories[(first + other) % len(stories)])
 
     def _piece(self, text: str, answer: str | None, separator: str) -> Piece:
         if answer is None:
