@@ -236,23 +236,38 @@ def _lasting(rule: str | Rule) -> tuple[str | Rule, ...]:
 
 
 def _long(recipe: str, scale: Scale) -> list[Planned]:
-    """The recipe's own model, titans, atlas and a sliding window: as the recipe names them."""
+    """The recipe's own model, titans, atlas and a sliding window, from new weights, in rows of up
+    to 1,024 tokens: gradients of deep memories reach no further (docs/log.md)."""
 
     def of_dim(dim: int) -> tuple[TrainConfig, dict[str, Mixer]]:
         config = _fast(RECIPES[recipe]())
         assert isinstance(config.data, HiddenData)
+        data = replace(config.data, lengths=(256, 512, 1024), made=0.5)
         if scale.data is not None:
-            config = replace(config, data=_in_folder(config.data, scale.data))
+            data = _in_folder(data, scale.data)
         model = replace(config.model, dim=dim, vocab=4096)
-        config = replace(config, model=model, keep=1, threads=1)
+        config = replace(
+            config,
+            data=data,
+            model=model,
+            length=1024,
+            batch=8,
+            steps=12_000,
+            evaluate_every=3000,
+            checkpoint_every=3000,
+            keep=1,
+            threads=1,
+        )
         narrow = replace(model, expansion=4, d_k=16, d_v=32, heads=6)
-        titans = replace(narrow, rule=_lasting("titans"), d_k=48, d_v=48, heads=4)
-        atlas = changed("atlas", stride=16)
+        titans = replace(narrow, rule=_lasting(changed("titans", **ATLAS)), d_k=48, d_v=48, heads=4)
         return config, {
             "gated_delta_net": model,
             "titans": titans,
-            "atlas": replace(narrow, rule=_lasting(atlas)),
-            "swa": replace(model, rule="swa", heads=4),
+            "atlas": replace(narrow, rule=_lasting(changed("atlas", **ATLAS))),
+            "swa": replace(model, rule="swa", heads=4, window=256),
+            "gated_delta_net, 8 blocks": replace(
+                model, depth=8, rule=(SHORT, *7 * ("gated_delta_net",)), d_k=64, d_v=64
+            ),
         }
 
     own = "gated_delta_net"
