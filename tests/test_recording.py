@@ -120,11 +120,15 @@ def test_gradients_of_recordings_add_up():
         sums.clear()
         one.grad = other.grad = None
         sums.add([one, other], [torch.ones(2), torch.ones(2)])
+        one.grad, other.grad = torch.ones(2), None  # as a recording leaves them
         sums.add([one, other], [torch.ones(2), None])  # what memories begin with
         assert one.grad is not None
         assert one.grad.tolist() == [2, 2]
         assert other.grad is not None
         assert other.grad.tolist() == [1, 1]
+    sums.clear()
+    sums.add([one, other], [torch.ones(2), None])  # memories go on from the step before
+    assert other.grad is None
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from atlas_lm.train.sources import (
     epoch_order,
     open_material,
 )
+from atlas_lm.train.start import first_model
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.watch import Board, Journal, Screen, read_lines
 
@@ -527,6 +528,30 @@ def test_a_run_starts_with_the_weights_of_a_model(tmp_path):
         train(config, tmp_path / "cut", watch=[At(5, kill)])
     train(config, tmp_path / "cut", resume=True)
     assert_same(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_further_blocks_change_nothing_until_they_have_learned(tmp_path):
+    torch.manual_seed(7)
+    model = LanguageModel(MODEL)
+    save_model(model, tmp_path / "old")
+    deeper = replace(MODEL, depth=MODEL.depth + 2, rule=(*rules_of(MODEL), "delta_net", "swa"))
+    config = recall(start=str(tmp_path / "old"), model=deeper)
+    begun = first_model(config)
+    tokens = torch.randint(0, MODEL.vocab, (2, 40))
+    torch.testing.assert_close(begun(tokens)[0], model(tokens)[0], rtol=0, atol=0)
+    train(replace(config, steps=3, schedule=Schedule(warmup=0)), tmp_path / "run")
+    before, after = begun.state_dict(), weights(tmp_path / "run")
+    unmoved = [name for name in before if torch.equal(before[name], after[name])]
+    assert not unmoved
+    other = replace(deeper, rule=("delta_net", *deeper.rules[1:]))
+    with pytest.raises(ValueError, match=r"has depth .* more blocks after the same ones"):
+        first_model(replace(config, model=other))
+    with pytest.raises(ValueError, match="has depth"):
+        first_model(replace(config, model=replace(MODEL, depth=4, block="mag")))
+
+
+def rules_of(config: ModelConfig) -> list:
+    return [config.rule_of(i) for i in range(config.depth)]
 
 
 def test_a_run_that_starts_with_a_model_takes_its_tokenizer(tmp_path, capsys):

@@ -88,20 +88,23 @@ class Sums:
 
     def __init__(self) -> None:
         self._all: dict[nn.Parameter, Tensor] = {}
+        self._added: set[nn.Parameter] = set()
 
     def clear(self) -> None:
+        self._added.clear()
         for total in self._all.values():
             total.zero_()
 
     def add(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
         """Add these, and give the sums to the parameters. Where memories go on, the weights that
-        they begin with have no gradient."""
+        they begin with have no gradient, and keep that of the segment they began."""
         for parameter, grad in zip(parameters, grads, strict=True):
-            if grad is None:
-                continue
-            if parameter not in self._all:
-                self._all[parameter] = torch.zeros_like(grad)
-            parameter.grad = self._all[parameter].add_(grad)
+            if grad is not None:
+                self._added.add(parameter)
+                if parameter not in self._all:
+                    self._all[parameter] = torch.zeros_like(grad)
+                self._all[parameter].add_(grad)
+            parameter.grad = self._all[parameter] if parameter in self._added else None
 
 
 class _Recording:
