@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.lm import NO_TARGET
-from atlas_lm.tasks.babi import solve
-from atlas_lm.tasks.babi_world import generated_questions, made_story
+from atlas_lm.tasks.babi import read_babi, solve
+from atlas_lm.tasks.babi_world import MAKERS, QUESTIONS_A_STORY, generated_questions, made_story
 from atlas_lm.tasks.samples import part_of
 from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.text import ByteTokenizer
@@ -86,12 +87,44 @@ def test_stories_are_made_for_every_text(cache, books):
         HiddenData(tasks=("babilong/qa7",), made=0.5)
 
 
-def test_made_stories_keep_training_and_evaluation_apart():
+def test_made_stories_are_true_however_many_questions_they_have():
     draw = np.random.default_rng(0)
-    for part in ("train", "eval"):
-        for question in (q for _ in range(20) for q in made_story("qa2", part, draw)):
-            assert part_of(question.content) == part
-            assert solve("qa2", question.facts, question.text) == question.answer
+    for qa, times in product(MAKERS, (1, 3)):
+        every = [made_story(qa, draw, lambda _: True, times) for _ in range(10)]
+        usual = 1 if qa == "qa4" else QUESTIONS_A_STORY
+        assert {len(story) for story in every} == {times * usual}
+        for story in every:
+            assert len({question.content for question in story}) == len(story)
+            for question in story:
+                said = solve(qa, question.facts, question.text)
+                assert said == question.answer
+
+
+def test_made_stories_never_ask_what_evaluation_asks(cache, books, tmp_path):
+    """There are few stories of qa4, so that it does come up."""
+
+    def learned(babi: Path | None) -> set[tuple[str, ...]]:
+        where = None if babi is None else str(babi)
+        data = HiddenData(tasks=("babilong/qa4",), books=books, babi=where, made=1.0, times=8)
+        wanted = HiddenMaterial(data, cache)._may_learn("qa4")
+        draw = np.random.default_rng(0)
+        stories = (made_story("qa4", draw, wanted, data.times) for _ in range(4000))
+        return {question.content for story in stories for question in story}
+
+    by_content = learned(None)
+    assert {part_of(content) for content in by_content} == {"train"}
+    for part, seed in (("test", 1), ("train", 2)):
+        lines = []
+        for question in generated_questions("qa4", "eval", seed, 20).items:
+            lines += [f"{i} {fact}" for i, fact in enumerate(question.facts, 1)]
+            lines += [f"3 {question.text}\t{question.answer}\t{question.supporting[0] + 1}"]
+        (tmp_path / f"qa4_{part}.txt").write_text("\n".join(lines))
+    evaluated = {question.content for question in read_babi(tmp_path / "qa4_test.txt")}
+    from_files = learned(tmp_path)
+    assert not from_files & evaluated
+    told = {content[:-1] for content in evaluated}
+    assert told & {content[:-1] for content in from_files}  # other questions of the same stories
+    assert {part_of(content) for content in from_files} == {"train", "eval"}
 
 
 def test_every_answer_follows_from_what_was_read(material):

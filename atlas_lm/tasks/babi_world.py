@@ -8,7 +8,7 @@ pair a question is tried, five a story, as in bAbI's files; qa4 is two rooms bes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -44,16 +44,24 @@ def generated_questions(qa: str, part: Part, seed: int = 0, count: int | None = 
     generator = generator_of("babi", qa, part, seed)
     items: list[Question] = []
     while len(items) < count:
-        items += made_story(qa, part, generator)
+        items += made_story(qa, generator, lambda question: part_of(question.content) == part)
     source = f"stories of our own by bAbI's rules, seed {seed}"
     return Questions(qa, part, tuple(items[:count]), source)
 
 
-def made_story(qa: str, part: Part, generator: np.random.Generator) -> list[Question]:
-    """The questions of a new story that are for this part: one or more."""
+def made_story(
+    qa: str,
+    generator: np.random.Generator,
+    wanted: Callable[[Question], bool],
+    times: int = 1,
+) -> list[Question]:
+    """The wanted questions of a new story: one or more.
+
+    times    as many questions as one of bAbI's has; the story goes on until they are asked, and of
+             two rooms beside a third more is asked
+    """
     while True:
-        story = MAKERS[qa](generator)
-        if found := [question for question in story if part_of(question.content) == part]:
+        if found := [question for question in MAKERS[qa](generator, times) if wanted(question)]:
             return found
 
 
@@ -166,16 +174,17 @@ class Asked(NamedTuple):
     supporting: tuple[int, ...]
 
 
-def _story(world: World, askable: Callable[[World], Iterator[Asked]]) -> Iterator[Question]:
-    for _ in range(QUESTIONS_A_STORY):
+def _story(
+    world: World, askable: Callable[[World], Iterator[Asked]], times: int
+) -> Iterator[Question]:
+    for _ in range(times * QUESTIONS_A_STORY):
         fresh: list[Asked] = []
         while not fresh:
             world.happens()
             world.happens()
             oldest = len(world.facts) - RECENT
-            fresh = [asked for asked in askable(world) if max(asked.supporting) >= oldest]
-        text, answer, supporting = world.pick(fresh)
-        yield Question(tuple(world.facts), text, answer, supporting)
+            fresh = [each for each in askable(world) if max(each.supporting) >= oldest]
+        yield Question(tuple(world.facts), *world.pick(fresh))
 
 
 def _where_actors_are(world: World) -> Iterator[Asked]:
@@ -213,44 +222,56 @@ def _who_gave_what(world: World) -> Iterator[Asked]:
             yield from 2 * (Asked(f"What did {giver} give to {taker}?", thing, (fact,)),)
 
 
-def _actors(generator: np.random.Generator) -> Iterator[Question]:
-    return _story(World(generator, ACTORS), _where_actors_are)
+def _actors(generator: np.random.Generator, times: int) -> Iterator[Question]:
+    return _story(World(generator, ACTORS), _where_actors_are, times)
 
 
-def _things(generator: np.random.Generator) -> Iterator[Question]:
-    return _story(World(generator, ACTORS, OBJECTS, always_there=True), _where_things_are)
+def _things(generator: np.random.Generator, times: int) -> Iterator[Question]:
+    world = World(generator, ACTORS, OBJECTS, always_there=True)
+    return _story(world, _where_things_are, times)
 
 
-def _things_before(generator: np.random.Generator) -> Iterator[Question]:
-    return _story(World(generator, ACTORS, OBJECTS), _where_things_were)
+def _things_before(generator: np.random.Generator, times: int) -> Iterator[Question]:
+    return _story(World(generator, ACTORS, OBJECTS), _where_things_were, times)
 
 
-def _gifts(generator: np.random.Generator) -> Iterator[Question]:
+def _gifts(generator: np.random.Generator, times: int) -> Iterator[Question]:
     world = World(generator, GIVING_ACTORS, OBJECTS, giving=True, always_there=True)
-    return _story(world, _who_gave_what)
+    return _story(world, _who_gave_what, times)
 
 
-def _rooms(generator: np.random.Generator) -> Iterator[Question]:
-    """Three rooms in a line; two facts in any order and wording; one neighbour is asked for."""
+def _rooms(generator: np.random.Generator, times: int) -> Iterator[Question]:
+    """Three rooms in a line; two facts in any order and wording; neighbours are asked for."""
     names = [ROOMS[i] for i in generator.permutation(len(ROOMS))[:3]]
     forth, back = (("west", "east"), ("north", "south"))[int(generator.integers(2))]
     facts = []
     for one, next_one in pairwise(names):
         worded = ((one, forth, next_one), (next_one, back, one))[int(generator.integers(2))]
         facts.append("The {} is {} of the {}.".format(*worded))
-    pair = int(generator.integers(2))
-    one, next_one = names[pair : pair + 2]
-    if generator.integers(2):
-        one, next_one, forth, back = next_one, one, back, forth
-    text = f"What is {forth} of the {next_one}?"
-    if generator.integers(2):
-        text = f"What is the {next_one} {back} of?"
+    chosen = tuple(int(generator.integers(2)) for _ in range(3))
     swapped = bool(generator.integers(2))
-    told = facts[::-1] if swapped else facts
-    yield Question(tuple(told), text, one, (1 - pair if swapped else pair,))
+    told = tuple(facts[::-1] if swapped else facts)
+    questions = [chosen]
+    if times > 1:
+        others = [each for each in product((0, 1), repeat=3) if each != chosen]
+        questions += [others[i] for i in generator.permutation(len(others))[: times - 1]]
+    for pair, turned, other in questions:
+        text, answer = _neighbour(names[pair : pair + 2], forth, back, bool(turned), bool(other))
+        yield Question(told, text, answer, (1 - pair if swapped else pair,))
 
 
-MAKERS: dict[str, Callable[[np.random.Generator], Iterator[Question]]] = {
+def _neighbour(
+    pair: Sequence[str], forth: str, back: str, turned: bool, other: bool
+) -> tuple[str, str]:
+    """A question for one of the two, seen from the other one, and the answer."""
+    one, next_one = pair
+    if turned:
+        one, next_one, forth, back = next_one, one, back, forth
+    text = f"What is the {next_one} {back} of?" if other else f"What is {forth} of the {next_one}?"
+    return text, one
+
+
+MAKERS: dict[str, Callable[[np.random.Generator, int], Iterator[Question]]] = {
     "qa1": _actors,
     "qa2": _things,
     "qa3": _things_before,

@@ -178,12 +178,16 @@ class HiddenData(QuestionData, GrowingTexts):
     """Of a text with needles, at most."""
     made: float = 0.0
     """Part of the stories of bAbI that are made by its rules, new ones for every text; the others
-    are those of its files, of which there are two thousand a task."""
+    are those of its files, of which there are two thousand a task. None asks what evaluation
+    asks."""
+    times: int = 1
+    """As many questions as bAbI's stories have, in made ones, which go on until they are asked."""
 
     def __post_init__(self) -> None:
         QuestionData.__post_init__(self)
         GrowingTexts.__post_init__(self)
         expect_at_least("data.needles", self.needles, 1)
+        expect_at_least("data.times", self.times, 1)
         expect_part("data.made", self.made)
         for name in self.tasks:
             family, _, qa = name.partition("/")

@@ -9,7 +9,7 @@ tokens; all questions of its story teach several, of facts near and far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from atlas_lm.tasks.babi_world import made_story
 from atlas_lm.tasks.babilong import QUESTION_LAST
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.tasks.niah import NOISE, told_and_asked
-from atlas_lm.tasks.samples import answer_ids, generator_of, ids
+from atlas_lm.tasks.samples import answer_ids, generator_of, ids, part_of
 from atlas_lm.tasks.table import TextTask
 from atlas_lm.text import Tokenizer
 from atlas_lm.train.config import TrainConfig
@@ -61,6 +61,7 @@ class HiddenMaterial:
         self.vocab: int | None = self._tokenizer.vocab
         self._train = self._asked.texts["train"]
         self._stories: dict[str, list[list[Question]]] = {}
+        self._evaluated: dict[str, set[tuple[str, ...]]] = {}
         self._noise = Haystack.of_text(NOISE, self._tokenizer)
 
     def source(self, config: TrainConfig, ranks: Ranks) -> StorySource:
@@ -147,7 +148,8 @@ class HiddenMaterial:
         first = int(draw.integers(len(stories)))
         for other in range(TRIES):
             if made and draw.random() < made:
-                yield "", _told(made_story(task.kind, "train", draw))
+                wanted, times = self._may_learn(task.kind), self.data.times
+                yield "", _told(made_story(task.kind, draw, wanted, times))
             else:
                 yield "", _told(stories[(first + other) % len(stories)])
 
@@ -156,6 +158,15 @@ class HiddenMaterial:
             return Piece(ids(separator + text, self._tokenizer), 0)
         said = answer_ids(answer, self._tokenizer)
         return Piece(np.concatenate([ids(text, self._tokenizer), said]), len(said))
+
+    def _may_learn(self, qa: str) -> Callable[[Question], bool]:
+        """Whether evaluation does not ask it."""
+        if self.data.babi is None:
+            return lambda question: part_of(question.content) == "train"
+        if qa not in self._evaluated:
+            questions = self._asked.texts["eval"].questions(qa).items
+            self._evaluated[qa] = {question.content for question in questions}
+        return lambda question: question.content not in self._evaluated[qa]
 
     def _stories_of(self, qa: str) -> list[list[Question]]:
         if qa not in self._stories:
