@@ -12,7 +12,13 @@ import torch
 from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.babi import read_babi, solve
-from atlas_lm.tasks.babi_world import MAKERS, QUESTIONS_A_STORY, generated_questions, made_story
+from atlas_lm.tasks.babi_world import (
+    ACTORS,
+    MAKERS,
+    QUESTIONS_A_STORY,
+    generated_questions,
+    made_story,
+)
 from atlas_lm.tasks.samples import part_of
 from atlas_lm.tasks.table import TEXT_TASKS
 from atlas_lm.text import ByteTokenizer
@@ -25,6 +31,7 @@ from atlas_lm.train.story_source import Texts
 
 ALONE = Ranks(torch.device("cpu"))
 TASKS = ("babilong/qa1", "babilong/qa2", "niah/number", "niah/pass-key")
+ROOM = "bathroom|bedroom|garden|hallway|kitchen|office"
 WHERE = r"Question: Where is (\w+)\?\nAnswer:"
 
 
@@ -125,6 +132,23 @@ def test_made_stories_never_ask_what_evaluation_asks(cache, books, tmp_path):
     told = {content[:-1] for content in evaluated}
     assert told & {content[:-1] for content in from_files}  # other questions of the same stories
     assert {part_of(content) for content in from_files} == {"train", "eval"}
+
+
+def test_decoys_are_no_facts_and_have_their_price(cache, books):
+    """They begin or end as a fact does, and nobody asks about them."""
+
+    def row(decoys: float) -> tuple[str, str, list]:
+        data = HiddenData(tasks=("babilong/qa1",), books=books, decoys=decoys)
+        tokens, targets, plain = HiddenMaterial(data, cache).row(4096, 0, 0, 5)
+        return text(tokens[plain]), text(tokens[~plain]), answers(tokens, targets)
+
+    without, (plain, told, asked) = row(0.0), row(2.0)
+    assert told.split() == without[1].split()
+    assert [answer for _, answer in asked] == [answer for _, answer in without[2]]
+    facts = re.findall(r"(\w+) (?:moved|went|journeyed|travelled)", told)
+    assert not any(name in without[0] for name in facts)
+    assert any(name in plain for name in facts)
+    assert not re.search(rf"(?:{'|'.join(ACTORS)}) \w+ (?:back )?to the (?:{ROOM})", plain)
 
 
 def test_every_answer_follows_from_what_was_read(material):

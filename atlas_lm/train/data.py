@@ -182,12 +182,17 @@ class HiddenData(QuestionData, GrowingTexts):
     asks."""
     times: int = 1
     """As many questions as bAbI's stories have, in made ones, which go on until they are asked."""
+    decoys: float = 0.0
+    """For every fact of a row, in training, so many sentences that begin as one of them does, or
+    end so, and otherwise as the books do. They tell nothing."""
 
     def __post_init__(self) -> None:
         QuestionData.__post_init__(self)
         GrowingTexts.__post_init__(self)
         expect_at_least("data.needles", self.needles, 1)
         expect_at_least("data.times", self.times, 1)
+        if self.decoys < 0:
+            raise ValueError(f"data.decoys: {self.decoys}; expected 0 or more")
         expect_part("data.made", self.made)
         for name in self.tasks:
             family, _, qa = name.partition("/")

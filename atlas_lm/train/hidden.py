@@ -37,14 +37,18 @@ FULL = 0.75
 """Part of a text that facts and questions take, at most."""
 TRIES = 100
 """Stories that are looked at for one that fits."""
+DECOY = 12
+"""Words of a book in a decoy, at most."""
 
 
 class Piece(NamedTuple):
     """What stands between sentences of a book."""
 
     tokens: np.ndarray
-    answer: int
-    """Tokens at its end that are to be known; 0: it is a fact."""
+    answer: int = 0
+    """Tokens at its end that are to be known; 0: it is no question."""
+    plain: bool = False
+    """Nobody asks about it."""
 
 
 class HiddenMaterial:
@@ -107,7 +111,7 @@ class HiddenMaterial:
         draw = generator_of("hidden", length, seed, step, number)
         task = self._asked.tasks[(step + number) % len(self._asked.tasks)]
         haystack = self._noise if task.kind == "pass-key" else self._train.haystack
-        head, pieces = self._pieces(task, length, haystack.separator, draw)
+        head, pieces = self._pieces(task, length, haystack, draw)
         told = [piece.tokens for piece in pieces]
         filled = haystack.fill(told, length + 1 - len(head), draw)
         tokens = np.concatenate([head, _taken(filled.pieces)])
@@ -117,19 +121,21 @@ class HiddenMaterial:
         for piece, position in zip(pieces, filled.positions, strict=True):
             begin = len(head) + position
             end = begin + len(piece.tokens)
-            plain[begin:end] = False
+            plain[begin:end] = piece.plain
             targets[end - piece.answer - 1 : end - 1] = tokens[end - piece.answer : end]
         return tokens[:-1], targets[:-1], plain[:-1]
 
     def _pieces(
-        self, task: TextTask, length: int, separator: str, draw: np.random.Generator
+        self, task: TextTask, length: int, haystack: Haystack, draw: np.random.Generator
     ) -> tuple[np.ndarray, list[Piece]]:
         """What stands at the beginning, and what is hidden, in its order."""
         for head, told in self._tellings(task, draw):
             begun = ids(head, self._tokenizer)
-            pieces = [self._piece(*each, separator) for each in told]
-            if fitting := _fitting(pieces, FULL * length - len(begun)):
-                return begun, fitting
+            room = FULL * length - len(begun)
+            pieces = [self._piece(*each, haystack.separator) for each in told]
+            if fitting := _fitting(pieces, room):
+                facts = [text for text, answer in told[: len(fitting)] if answer is None]
+                return begun, self._with_decoys(fitting, facts, room, haystack, draw)
         raise ValueError(
             f"{task.name}: its facts and a question do not fit {length:,} tokens; expected longer "
             "--data.lengths"
@@ -153,9 +159,33 @@ class HiddenMaterial:
             else:
                 yield "", _told(stories[(first + other) % len(stories)])
 
+    def _with_decoys(
+        self,
+        pieces: list[Piece],
+        facts: Sequence[str],
+        room: float,
+        haystack: Haystack,
+        draw: np.random.Generator,
+    ) -> list[Piece]:
+        """Anywhere between the others, as many as have room."""
+        count = int(draw.poisson(self.data.decoys * len(facts))) if self.data.decoys else 0
+        for _ in range(count):
+            fact = facts[int(draw.integers(len(facts)))].split()
+            text = haystack.separator + decoy(fact, self._sentence(haystack, draw), draw)
+            piece = Piece(ids(text, self._tokenizer), plain=True)
+            if sum(len(each.tokens) for each in (*pieces, piece)) > room:
+                break
+            pieces.insert(int(draw.integers(len(pieces) + 1)), piece)
+        return pieces
+
+    def _sentence(self, haystack: Haystack, draw: np.random.Generator) -> list[str]:
+        at = int(draw.integers(haystack.sentences))
+        begin, end = haystack.bounds[at : at + 2].tolist()
+        return self._tokenizer.decode(haystack.tokens[begin:end].tolist()).split()
+
     def _piece(self, text: str, answer: str | None, separator: str) -> Piece:
         if answer is None:
-            return Piece(ids(separator + text, self._tokenizer), 0)
+            return Piece(ids(separator + text, self._tokenizer))
         said = answer_ids(answer, self._tokenizer)
         return Piece(np.concatenate([ids(text, self._tokenizer), said]), len(said))
 
@@ -185,6 +215,15 @@ def stories(questions: Sequence[Question]) -> list[list[Question]]:
         else:
             found.append([question])
     return found
+
+
+def decoy(fact: Sequence[str], sentence: Sequence[str], draw: np.random.Generator) -> str:
+    """The words of a fact up to one of them and then those of a book's sentence, or the other way
+    round: whoever takes a part of a fact for all of it is wrong."""
+    cut, begin = int(draw.integers(1, len(fact))), int(draw.integers(len(sentence)))
+    if draw.random() < 0.5:
+        return " ".join([*fact[:cut], *sentence[begin:][-DECOY:]])
+    return " ".join([*sentence[: begin + 1][:DECOY], *fact[cut:]])
 
 
 def _told(story: Sequence[Question]) -> list[tuple[str, str | None]]:
