@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atlas_lm.recipes.babilong import babilong
+from atlas_lm.recipes.demo import demo
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.data import HiddenData
 
@@ -12,11 +12,11 @@ from atlas_lm.train.data import HiddenData
 def niah() -> TrainConfig:
     """S-NIAH-1 to 3 at 1,024 to 4,096 tokens; `atlas-lm eval` asks at any length.
 
-    The model, its steps and what else it may be are those of the recipe `babilong`. Books of yours:
-    --data.books DIR --data.test-books DIR.
+    The model and what else it may be are those of the recipe `demo`, from new weights. Books of
+    yours: --data.books DIR --data.test-books DIR.
     """
     return replace(
-        babilong(),
+        demo(),
         data=HiddenData(
             tasks=("niah/pass-key", "niah/number", "niah/uuid"),
             lengths=(1024, 2048, 4096),
@@ -25,4 +25,6 @@ def niah() -> TrainConfig:
             pauses=4,
         ),
         steps=30_000,
+        evaluate_every=6000,
+        checkpoint_every=4000,
     )

@@ -248,8 +248,10 @@ def _long(recipe: str, scale: Scale) -> list[Planned]:
         model = replace(config.model, dim=dim, vocab=4096)
         config = replace(
             config,
+            start=None,
             data=data,
             model=model,
+            price=30.0,
             length=1024,
             batch=8,
             steps=12_000,
@@ -265,9 +267,6 @@ def _long(recipe: str, scale: Scale) -> list[Planned]:
             "titans": titans,
             "atlas": replace(narrow, rule=_lasting(changed("atlas", **ATLAS))),
             "swa": replace(model, rule="swa", heads=4, window=256),
-            "gated_delta_net, 8 blocks": replace(
-                model, depth=8, rule=(SHORT, *7 * ("gated_delta_net",)), d_k=64, d_v=64
-            ),
         }
 
     own = "gated_delta_net"
