@@ -6,3 +6,5 @@ MODEL = Path(__file__).parent / "model"
 """The folder of its model."""
 WINDOW = Path(__file__).parent / "window"
 """That of a transformer to compare with."""
+SHIPPED = {"demo": MODEL, "demo-window": WINDOW}
+"""What may be said instead of their folders."""

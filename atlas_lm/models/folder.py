@@ -23,16 +23,14 @@ PREFIX = "model."
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {str(d).removeprefix("torch."): d for d in FLOATS}
 """What a model may be made of."""
-SHIPPED = "demo"
-"""Who says so instead of a folder means the model of the package."""
 
 
 def model_folder(named: str | os.PathLike) -> Path:
-    """Where the model lies that is called so."""
-    from atlas_lm.demo import MODEL
+    """Where the model lies that is called so; there are names for those of the package."""
+    from atlas_lm.demo import SHIPPED
 
     folder = Path(named)
-    return MODEL if str(folder) == SHIPPED and not folder.exists() else folder
+    return folder if folder.exists() else SHIPPED.get(str(folder), folder)
 
 
 def save_model(

@@ -38,9 +38,9 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; of text and tasks, its vocabulary becomes that of the data."""
     start: str | None = None
-    """Folder of a model to begin with the weights of, or demo, that of the package; its tokenizer
-    is taken where the data names none. A plain model may have more blocks than that one: what they
-    add begins as 0. None: new weights."""
+    """Folder of a model to begin with the weights of, or demo or demo-window, those of the package;
+    its tokenizer is taken where the data names none. A plain model may have more blocks than that
+    one: what they add begins as 0. None: new weights."""
     data: Data = field(default_factory=RecallData)
     """What it is trained on."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -33,7 +33,7 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.evidence.lengths", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("table", choices=["babilong", "niah", "language"])
+    parser.add_argument("table", choices=["babilong", "babilong-from-demo", "niah", "language"])
     parser.add_argument("--runs", type=Path, help="runs/TABLE")
     parser.add_argument("--results", type=Path, help="results/TABLE/lengths")
     parser.add_argument(
@@ -65,6 +65,11 @@ def named(folder: Path) -> dict[str, Path]:
     return {models[name] if alone else name: folder / RUNS / name for name in done}
 
 
+def family(table: str) -> str:
+    """The tasks that its models have learned."""
+    return table.partition("-")[0]
+
+
 def started(run: Path, out: Path, said: argparse.Namespace) -> subprocess.Popen:
     command = [sys.executable, "-m", "atlas_lm", "eval", str(run / "model"), "--out", str(out)]
     if torch.cuda.is_available():
@@ -72,7 +77,14 @@ def started(run: Path, out: Path, said: argparse.Namespace) -> subprocess.Popen:
     if said.table == "language":
         command += ["--tasks", "text", "--text", str(said.data)]
     else:
-        command += ["--tasks", said.table, "--lengths", said.lengths, "--samples", said.samples]
+        command += [
+            "--tasks",
+            family(said.table),
+            "--lengths",
+            said.lengths,
+            "--samples",
+            said.samples,
+        ]
         command += ["--tokens", said.tokens, "--batch", said.batch]
         command += _texts(said)
     out.mkdir(parents=True, exist_ok=True)
@@ -85,7 +97,7 @@ def _texts(said: argparse.Namespace) -> list[str]:
     if said.data is None:
         return []
     babi = said.data / "babi"
-    there = said.table == "babilong" and babi.is_dir()
+    there = family(said.table) == "babilong" and babi.is_dir()
     return ["--books", str(said.data / "test"), *(["--babi", str(babi)] if there else [])]
 
 

@@ -17,7 +17,7 @@ from atlas_lm.models.config import ModelConfig
 from atlas_lm.recipes import RECIPES
 from atlas_lm.recipes.demo import SHORT
 from atlas_lm.rules import Rule
-from atlas_lm.sweep.grid import Planned, run_name
+from atlas_lm.sweep.grid import Planned, Settings, run_name
 from atlas_lm.tasks.table import GROUPS
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.data import HiddenData, TaskData, TextData
@@ -72,21 +72,33 @@ def planned(
     told      what else distinguishes them from other runs of the table
     size_of   whose size all of them get
     """
-    found = []
+    found: list[tuple[Settings, TrainConfig]] = []
     for dim in scale.dims or dims:
         config, named = of_dim(dim)
-        config = replace(config, steps=scale.steps or config.steps)
-        config = replace(config, batch=scale.batch or config.batch)
-        config = replace(config, evaluate_batches=scale.tests or config.evaluate_batches)
+        config = _scaled(config, scale)
         models = {n: _model(config.model, mixer) for n, mixer in named.items()}
         size = non_embedding(models[size_of])
         for name, model in models.items():
             if not scale.models or name in scale.models:
                 settings = {**(told or {}), "model": name, "model.dim": str(dim)}
                 found.append((settings, replace(config, model=equal_to(model, size))))
+    return _seeded(found, scale.rates or rates, scale.seeds or seeds)
+
+
+def _scaled(config: TrainConfig, scale: Scale) -> TrainConfig:
+    return replace(
+        config,
+        steps=scale.steps or config.steps,
+        batch=scale.batch or config.batch,
+        evaluate_batches=scale.tests or config.evaluate_batches,
+    )
+
+
+def _seeded(
+    found: Sequence[tuple[Settings, TrainConfig]], rates: Sequence[str], seeds: int
+) -> list[Planned]:
     runs = []
-    seeded = range(scale.seeds or seeds)
-    for seed, (settings, config), rate in product(seeded, found, scale.rates or rates):
+    for seed, (settings, config), rate in product(range(seeds), found, rates):
         own = {**settings, TUNED: rate}
         optimizer = replace(config.optimizer, lr=float(rate))
         runs.append(
@@ -294,6 +306,34 @@ def niah(scale: Scale) -> list[Planned]:
     return _long("niah", scale)
 
 
+def from_demo(scale: Scale) -> list[Planned]:
+    """The recipe, what was tried around it, and a window transformer that comes from the demo too:
+    each of its own size."""
+    config = replace(_fast(RECIPES["babilong"]()), evaluate_batches=16, keep=1, threads=1)
+    assert isinstance(config.data, HiddenData)
+    if scale.data is not None:
+        data = replace(_in_folder(config.data, scale.data), tokenizer=None)
+        config = replace(config, data=data)
+    config, data = _scaled(config, scale), config.data
+    model = replace(config.model, vocab=4096)
+    deeper = replace(model, depth=8, rule=(SHORT, *7 * ("gated_delta_net",)))
+    window = replace(model, rule="swa", heads=4, mlp=512)
+    alone = replace(data, rows=1, pauses=0)
+    tried = {
+        "gated_delta_net": replace(config, model=model),
+        "swa": replace(config, model=window, start="demo-window", data=alone, price=0.0),
+        "fewer questions": replace(config, model=model, data=replace(data, times=1)),
+        "eight blocks": replace(config, model=deeper),
+        "decoys": replace(config, model=model, data=replace(data, decoys=0.5)),
+    }
+    found = [
+        ({"model": name, "model.dim": str(model.dim)}, each)
+        for name, each in tried.items()
+        if not scale.models or name in scale.models
+    ]
+    return _seeded(found, scale.rates or ("1e-3",), scale.seeds or 1)
+
+
 # Language
 
 
@@ -345,6 +385,7 @@ TABLES: dict[str, Table] = {
     "ablation-recall": Table("around atlas, on MQAR", ablation_recall, by_pairs=True),
     "ablation-language": Table("around atlas, on books", ablation_language),
     "babilong": Table("bAbI in books, to be asked at any length", babilong),
+    "babilong-from-demo": Table("the same, from the model of the demo", from_demo),
     "niah": Table("needles in books, to be asked at any length", niah),
     "mad": Table("the six tasks of MAD", mad),
     "language": Table("books by bytes", language),
