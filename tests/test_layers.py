@@ -1,5 +1,6 @@
 """The contract of layers, for every rule; what layers refuse; where their gates begin."""
 
+import copy
 from dataclasses import replace
 from math import log
 from typing import Any
@@ -152,6 +153,23 @@ def test_in_one_call_the_convolution_is_the_same(autocast, monkeypatch):
         found.append({"y": y, "tail": after, "x": grads[0], "weight": grads[1]})
     for name, expected in found[1].items():
         torch.testing.assert_close(found[0][name], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("asked_for_gradients", [False, True])
+def test_in_one_call_the_convolution_is_no_less_exact_in_bfloat16(asked_for_gradients, monkeypatch):
+    conv = ShortConv(6, 4).bfloat16()
+    torch.nn.init.normal_(conv.weight)
+    x, tail = torch.randn(3, 40, 6).bfloat16(), torch.randn(3, 3, 6).bfloat16()
+    errors = []
+    for few in (0, 10**9):
+        monkeypatch.setattr("atlas_lm.nn.conv.FEW", few)
+        with torch.set_grad_enabled(asked_for_gradients):
+            y, after = conv(x, tail, None)
+        assert (y.dtype, after.dtype) == (torch.bfloat16, torch.bfloat16)
+        with torch.no_grad():
+            exact, _ = copy.deepcopy(conv).double()(x.double(), tail.double(), None)
+        errors.append(((y.detach().double() - exact).norm() / exact.norm()).item())
+    assert 0 < errors[0] <= errors[1] < 0.01
 
 
 def test_nothing_to_pack_costs_nothing():

@@ -70,4 +70,6 @@ def _is_quick(dtype: torch.dtype) -> bool:
     and gradients never."""
     if dtype == torch.float32:
         return True
-    return not torch.is_grad_enabled() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if torch.is_grad_enabled() or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
