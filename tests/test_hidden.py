@@ -246,6 +246,8 @@ def test_it_trains_is_tested_and_is_kept(tmp_path, books, workers):
     [
         ({"growing": 2.0}, r"data\.growing: 2\.0; expected a part"),
         ({"needles": 0}, r"data\.needles: 0; expected"),
+        ({"times": 0}, r"data\.times: 0; expected"),
+        ({"decoys": -1.0}, r"data\.decoys: -1\.0; expected 0 or more"),
         ({"tasks": ("babilong/qa3",), "lengths": (64,)}, "do not fit 64 tokens"),
         (
             {"longer": (44,)},
