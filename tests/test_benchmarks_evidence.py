@@ -4,10 +4,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from atlas_lm import LanguageModel, ModelConfig
+from atlas_lm.recipes.demo import SHORT
 from atlas_lm.sweep.runs import join, reason_of, status_of, write_sweep
+from atlas_lm.text import ByteTokenizer
 from atlas_lm.train.run_folder import read_config, write_config, write_json
 from atlas_lm.train.start import first_model
 from benchmarks.evidence.__main__ import main
@@ -17,6 +21,8 @@ from benchmarks.evidence.kept import keep, take_up
 from benchmarks.evidence.lengths import main as lengths
 from benchmarks.evidence.lengths import named
 from benchmarks.evidence.models import equal_to, non_embedding
+from benchmarks.evidence.quiet import main as quiet_command
+from benchmarks.evidence.quiet import quiet
 from benchmarks.evidence.tables import TABLES, TUNED, Scale
 
 
@@ -174,3 +180,36 @@ def test_binding_from_end_to_end(tmp_path, capsys):
     assert steps_to_half([0.0, 0.1], running=2) is None
     with pytest.raises(ValueError, match="cases: nobody: not among"):
         binding(["--cases", "nobody"])
+
+
+NET = ("gated_delta_net", "gated_delta_net")
+SENTENCE = "the kitchen is west of the garden "
+
+
+def test_what_memories_write_of_plain_text_is_told_by_head():
+    model = LanguageModel(
+        ModelConfig(vocab=257, dim=16, depth=3, heads=2, d_k=4, d_v=4, rule=(SHORT, *NET))
+    )
+    tokens = np.frombuffer(SENTENCE.encode() * 200, np.uint8)
+    for head in quiet(model, ByteTokenizer(), tokens):
+        assert head.writes == len(tokens)
+        assert head.kept < -0.2 * 0.001 * len(tokens)
+    for block in model.blocks[1:]:  # rates, then retentions: closed
+        gates = block.mixer.gates
+        with torch.no_grad():
+            gates.up.weight.zero_()
+            gates.up.bias.copy_(torch.tensor([-0.5, 0.25, -1.0, 0.0]))
+    heads = quiet(model, ByteTokenizer(), tokens)
+    assert [(head.block, head.head) for head in heads] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [head.writes for head in heads] == 2 * [0, len(tokens)]
+    assert [head.written for head in heads] == pytest.approx(2 * [0, len(tokens) / 4])
+    assert [head.kept for head in heads] == [0.0] * 4
+    assert {rate for rate, _ in heads[1].strongest} == {0.25}
+    assert all(words in 3 * SENTENCE for _, words in heads[1].strongest)
+    assert heads[0].strongest == []
+
+
+def test_what_is_written_of_python_s_manual_is_told_and_kept(tmp_path, capsys):
+    quiet_command(["demo", "--tokens", "3000", "--out", str(tmp_path / "quiet.json")])
+    assert capsys.readouterr().out.startswith("3,000 tokens of Python")
+    assert len(json.loads((tmp_path / "quiet.json").read_text())) == 9
