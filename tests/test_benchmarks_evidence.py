@@ -10,8 +10,12 @@ import torch
 
 from atlas_lm import LanguageModel, ModelConfig
 from atlas_lm.recipes.demo import SHORT
+from atlas_lm.sweep.grid import Planned
 from atlas_lm.sweep.runs import join, reason_of, status_of, write_sweep
 from atlas_lm.text import ByteTokenizer
+from atlas_lm.train.config import TrainConfig
+from atlas_lm.train.data import HiddenData
+from atlas_lm.train.loop import train
 from atlas_lm.train.run_folder import read_config, write_config, write_json
 from atlas_lm.train.start import first_model
 from benchmarks.evidence.__main__ import main
@@ -130,6 +134,24 @@ def test_what_diverged_is_not_tried_again_and_texts_may_lie_elsewhere(tmp_path):
 def test_models_without_a_run_are_not_asked(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"sweep\.json: missing"):
         lengths(["babilong", "--runs", str(tmp_path), "--results", str(Path("x"))])
+
+
+def test_models_are_asked_every_task_at_lengths_they_never_learned(tmp_path, capfd):
+    model = ModelConfig(vocab=257, dim=16, depth=1, heads=2, rule="delta_net", tied=True)
+    data = HiddenData(tasks=("niah/number",), lengths=(512,))
+    config = TrainConfig(model=model, data=data, steps=1, batch=1, length=512, threads=1)
+    settings = {"model": "delta_net", "model.dim": "16", TUNED: "1e-3"}
+    train(config, tmp_path / "runs" / "one", device="cpu")
+    write_sweep(tmp_path, "niah", [Planned("one", config, settings)])
+    command = ["niah", "--runs", str(tmp_path), "--results", str(tmp_path / "results")]
+    for samples in ("1", "2"):
+        lengths([*command, "--lengths", "0.6k,0.7k", "--samples", samples, "--jobs", "2"])
+        said = json.loads((tmp_path / "results" / "delta_net.json").read_text())
+        found = [(each["task"], each["length"], each["count"]) for each in said["results"]]
+        kinds = ("number", "pass-key", "uuid")
+        assert found == [(f"niah/{k}", n, int(samples)) for k in kinds for n in (600, 700)]
+    assert (tmp_path / "results" / "accuracy-by-length.png").is_file()
+    assert capfd.readouterr().out.count("== delta_net niah/uuid") == 2
 
 
 def test_rows_of_binding_ask_for_what_was_told():

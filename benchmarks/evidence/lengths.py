@@ -2,23 +2,29 @@
 
     python -m benchmarks.evidence.lengths babilong --data TEXTS --lengths 1k,4k,64k,1m,10m
 
-Every finished run of runs/TABLE is asked by `atlas-lm eval`, several at a time. After so many
-seconds they are stopped; the same command goes on. Table and pictures go to results/TABLE/lengths.
+Every finished run of runs/TABLE is asked every task by `atlas-lm eval`, several at a time. After so
+many seconds they are stopped; the same command goes on. Table and pictures go to
+results/TABLE/lengths.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import chain, product
 from pathlib import Path
 
 import torch
 
 from atlas_lm.cli.eval import compared
+from atlas_lm.eval.language_tasks import TEXT
 from atlas_lm.eval.results import RESULTS
 from atlas_lm.models.folder import WEIGHTS
 from atlas_lm.sweep.runs import RUNS, read_sweep, status_of
+from atlas_lm.tasks.table import GROUPS
 from atlas_lm.train.run_folder import MODEL
 from atlas_lm.whole_files import write_whole
 from benchmarks.evidence.command import run
@@ -45,7 +51,7 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", default="100", help="questions of a task and length")
     parser.add_argument("--tokens", default="160m", help="of a task and length, at most")
     parser.add_argument("--batch", default="16", help="questions that are read side by side")
-    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     return parser.parse_args(args)
 
@@ -66,25 +72,19 @@ def named(folder: Path) -> dict[str, Path]:
 
 
 def family(table: str) -> str:
-    """The tasks that its models have learned."""
+    """What its models have learned."""
     return table.partition("-")[0]
 
 
-def started(run: Path, out: Path, said: argparse.Namespace) -> subprocess.Popen:
-    command = [sys.executable, "-m", "atlas_lm", "eval", str(run / "model"), "--out", str(out)]
+def started(run: Path, task: str, out: Path, said: argparse.Namespace) -> subprocess.Popen:
+    command = [sys.executable, "-m", "atlas_lm", "eval", str(run / MODEL), "--out", str(out)]
+    command += ["--tasks", task]
     if torch.cuda.is_available():
         command += ["--dtype", "bfloat16"]
-    if said.table == "language":
-        command += ["--tasks", "text", "--text", str(said.data)]
+    if task == TEXT:
+        command += ["--text", str(said.data)]
     else:
-        command += [
-            "--tasks",
-            family(said.table),
-            "--lengths",
-            said.lengths,
-            "--samples",
-            said.samples,
-        ]
+        command += ["--lengths", said.lengths, "--samples", said.samples]
         command += ["--tokens", said.tokens, "--batch", said.batch]
         command += _texts(said)
     out.mkdir(parents=True, exist_ok=True)
@@ -112,16 +112,44 @@ def main(args: list[str] | None = None) -> None:
         raise ValueError("language: no --data; expected a folder of texts that were not learned")
     if said.jobs > 1 and torch.cuda.is_available():
         share_gpu()
-    asked = {name: folder / "lengths" / name for name in runs}
-    run_until(runs, lambda name: started(runs[name], asked[name], said), said.jobs, said.seconds)
-    for name, out in asked.items():
+    tasks = GROUPS.get(family(said.table), (TEXT,))
+    asked = {
+        f"{name} {task}": (name, task, folder / "lengths" / name / task.replace("/", "-"))
+        for name, task in product(runs, tasks)
+    }
+
+    def start(of: str) -> subprocess.Popen:
+        name, task, out = asked[of]
+        return started(runs[name], task, out, said)
+
+    run_until(asked, start, said.jobs, said.seconds)
+    for of, (_, _, out) in asked.items():
         if (out / "log").exists():  # time was not over before its turn came
-            show_end(name, out / "log", LINES)
-    found = [out for out in asked.values() if (out / RESULTS).is_file()]
+            show_end(of, out / "log", LINES)
+    found = [
+        whole
+        for name in runs
+        if (whole := together((folder / "lengths" / name).glob(f"*/{RESULTS}"))) is not None
+    ]
     if found:
         compared(found, results)
     for each in found:
         write_whole(results / f"{each.name}.json", (each / RESULTS).read_bytes())
+
+
+def together(parts: Iterable[Path]) -> Path | None:
+    """What was found in one task after the other as one evaluation, in the folder above theirs."""
+    parts = sorted(parts)
+    if not parts:
+        return None
+    said = [json.loads(part.read_text("utf-8")) for part in parts]
+    whole = said[0] | {
+        name: list(chain.from_iterable(each[name] for each in said))
+        for name in ("results", "language")
+    }
+    folder = parts[0].parent.parent
+    write_whole(folder / RESULTS, json.dumps(whole, indent=2).encode())
+    return folder
 
 
 if __name__ == "__main__":
