@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from time import sleep
 from typing import Any
 
@@ -47,6 +47,7 @@ from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.run_folder import METRICS
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.stories import StoryMaterial, piece_words
+from atlas_lm.train.story_rows import LINES
 from benchmarks.demo_models import named
 
 CPU = torch.device("cpu")
@@ -509,6 +510,25 @@ def test_decoys_have_a_word_of_facts_and_tell_nothing(books, tmp_path):
     assert {len(number) for number in numbers} == {1, 2, 3, 5, 6}
     assert all("code" in line.lower() for line in made_up)
     assert decoy("...", np.random.default_rng(0)) == "..."
+
+
+def test_facts_may_begin_lines(books, tmp_path):
+    """In training alone; what stands before a sentence is a space."""
+
+    def begun(part: Part, lines: float) -> set[str]:
+        made, found = StoryMaterial(data(books, lines=lines), tmp_path), set()
+        for number in range(16):
+            row = made.books[part].row(2500, 0, 0, number)
+            parts = groupby(zip(whole(row), row.plain, strict=False), key=lambda each: each[1])
+            told = ["".join(c for c, _ in some) for is_plain, some in parts if not is_plain]
+            starts = [re.match(r"\s*", each) for each in told if "Question" not in each]
+            found |= {each[0] for each in starts if each}
+        return found
+
+    assert begun("train", 0.0) == {" "}
+    assert begun("test", 1.0) == {" "}
+    assert begun("train", 1.0) == set(LINES)
+    assert begun("train", 0.5) == {" ", *LINES}
 
 
 def test_part_of_the_text_is_learned_too(books, tmp_path):

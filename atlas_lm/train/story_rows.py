@@ -38,7 +38,8 @@ OLDER = 0.5
 """Part of the questions of a later row that are about what an earlier one told."""
 MOVING = 0.5
 """Part of the people of a later row that an earlier one told of."""
-
+LINES = ("\n", "\n\n", "")
+"""What stands before a fact that begins a line, a paragraph or the text."""
 
 DECOY = 48
 """Tokens of one, at most."""
@@ -159,7 +160,8 @@ class Book:
     def _typical(self) -> tuple[float, float]:
         """Tokens of a fact and of a question with its answer, about."""
         some = story(self.part, 0, 0, codes=8, movers=8, moves=1, unknown=0, words=self.words)
-        facts = [len(self._fact(fact).tokens) for fact in some.facts]
+        before = self.haystack.separator
+        facts = [len(self._fact(fact, before).tokens) for fact in some.facts]
         asked = [len(self._question(asked).tokens) for asked in some.asked]
         return sum(facts) / len(facts), sum(asked) / len(asked)
 
@@ -190,7 +192,8 @@ class Book:
         in_text = max(min(in_text, size.between), len(never) - size.at_end)
         depths = _spread(len(told.facts), draw)
         events: list[tuple[float, Said]] = [
-            (depth, self._fact(fact)) for fact, depth in zip(told.facts, depths, strict=True)
+            (depth, self._fact(fact, self._before(draw)))
+            for fact, depth in zip(told.facts, depths, strict=True)
         ]
         asked = [(float(draw.random()), asked) for asked in never[:in_text]]
         for _ in range(size.between - in_text):
@@ -279,8 +282,14 @@ class Book:
 
     # As tokens
 
-    def _fact(self, fact: Fact) -> Said:
-        return Said(ids(self.haystack.separator + fact.text, self.tokenizer), "fact", 0)
+    def _before(self, draw: np.random.Generator) -> str:
+        """What stands before a fact: what stands before any sentence, or it begins a line."""
+        if self.part != "train" or not self.data.lines or draw.random() >= self.data.lines:
+            return self.haystack.separator
+        return LINES[int(draw.integers(len(LINES)))]
+
+    def _fact(self, fact: Fact, before: str) -> Said:
+        return Said(ids(before + fact.text, self.tokenizer), "fact", 0)
 
     def _decoy(self, draw: np.random.Generator) -> Said:
         """A sentence of the books, or its beginning, with a word of facts in it."""
