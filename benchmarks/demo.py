@@ -35,6 +35,7 @@ from atlas_lm.demo.words import WORDS, Words, words_in
 from atlas_lm.eval.results import environment
 from atlas_lm.eval.score import Share
 from atlas_lm.models import LanguageModel, ModelState
+from atlas_lm.models.folder import model_folder
 from atlas_lm.tasks.samples import generator_of
 from atlas_lm.text import FileTokenizer, Tokenizer
 
@@ -96,13 +97,16 @@ class Maker:
     facts: int
     seed: int
     visitor: bool
+    lines: bool
 
     def __call__(self, number: int) -> Made:
         told = demo_story(self.facts, self.seed, number, self._visitors)
         first = int(generator_of("demo figures", self.seed, number).integers(len(self.pieces)))
         shelf = Shelf("shelf", self.pieces, first, self.characters)
+        before = "\n" if self.lines else " "
         with tempfile.TemporaryDirectory() as folder:
-            book = hide(shelf, told.facts, self.seed + number, Path(folder) / "book.txt")
+            path = Path(folder) / "book.txt"
+            book = hide(shelf, told.facts, self.seed + number, path, before)
             tokens, bounds = tokens_and_bounds(book, self.tokenizer)
         since = [int(bounds[-1] - bounds[sentence + 1]) for sentence in book.told.tolist()]
         return Made(tokens=tokens.astype(np.int32), story=told, since=since)
@@ -206,6 +210,7 @@ def measured(
         facts=options.facts,
         seed=options.seed,
         visitor=options.visitor,
+        lines=options.lines,
     )
     said: list[Said] = []
     tokens = 0
@@ -219,19 +224,21 @@ def measured(
             print(f"  {done} of {books} books, {seconds:.0f} s", flush=True)
     found = {"books": books, "facts": options.facts, "tokens": tokens // books}
     found |= {"words": "any of the books" if options.visitor else "of the test"}
+    found |= {"facts": "begin lines"} if options.lines else {}
     return found | {"seconds": round(monotonic() - began, 1), "shares": figures(said)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", help="folder of a model of the demo")
+    parser.add_argument("model", help="folder of a model of the demo; demo: the package's")
     parser.add_argument("--shelf", help="folder of books; none: Python's own text")
     parser.add_argument("--tokens", nargs="+", type=int, default=[300_000], help="lengths of books")
     parser.add_argument("--books", nargs="+", type=int, default=[200], help="how many of each")
     parser.add_argument("--facts", type=int, default=32)
     parser.add_argument("--rows", type=int, default=50, help="books read side by side")
     parser.add_argument("--visitor", action="store_true", help="facts in words of no list")
+    parser.add_argument("--lines", action="store_true", help="facts begin lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -239,7 +246,7 @@ def main() -> None:
     options = parser.parse_args()
     if len(options.books) not in (1, len(options.tokens)):
         parser.error("--books: expected one number, or one for every length")
-    folder = Path(options.model)
+    folder = model_folder(options.model)
     reader = Reader(folder.name, *open_model(folder, options.device), Task.load(folder))
     pieces = pieces_of(python_texts() if options.shelf is None else shelf_texts(options.shelf))
     report: dict[str, Any] = {"model": reader.name, "environment": environment(), "results": []}

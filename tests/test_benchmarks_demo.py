@@ -37,7 +37,7 @@ def shelf(tmp_path_factory):
 
 
 def maker(model, shelf, **changes) -> demo.Maker:
-    given = {"characters": 30_000, "facts": 8, "seed": 0, "visitor": False}
+    given = {"characters": 30_000, "facts": 8, "seed": 0, "visitor": False, "lines": False}
     pieces = demo.pieces_of(demo.shelf_texts(shelf))
     return demo.Maker(pieces=pieces, tokenizer=load_tokenizer(model), **given | changes)
 
@@ -51,12 +51,13 @@ def test_a_shelf_goes_round(shelf):
     assert 2 * len("".join(LINES)) <= len(found) < 2 * len("".join(LINES)) + 2 * demo.PIECE
 
 
-def test_books_hold_their_facts_where_they_say(model, shelf):
-    books = [maker(model, shelf)(number) for number in range(3)]
+@pytest.mark.parametrize("lines", [False, True])
+def test_books_hold_their_facts_where_they_say(model, shelf, lines):
+    books = [maker(model, shelf, lines=lines)(number) for number in range(3)]
     for book in books:
         text = bytes(book.tokens.tolist()).decode()
         for fact, since in zip(book.story.facts, book.since, strict=True):
-            assert text[: len(text) - since].endswith(fact.text)
+            assert text[: len(text) - since].endswith(("\n" if lines else " ") + fact.text)
     assert len({book.story for book in books}) == 3
     words = maker(model, shelf, visitor=True)(0).story.facts
     strange = [{*fact.subject.lower().split()} <= {"book", *ANY} for fact in words]

@@ -122,10 +122,18 @@ class Book:
         return int(self.bounds[sentence]) // PAGE + 1
 
 
-def hide(texts: Pieces, facts: Sequence[Fact], seed: int, path: str | os.PathLike) -> Book:
+def hide(
+    texts: Pieces,
+    facts: Sequence[Fact],
+    seed: int,
+    path: str | os.PathLike,
+    before: str = " ",
+) -> Book:
     """Write the book: the facts in this order, each after a sentence of its own, drawn by chance.
 
     The same texts, facts and seed make the same bytes.
+
+    before    what stands before a fact: it goes on after its sentence, or begins a line
     """
     path = Path(path)
     gaps = sum(len(_ends(text)) for text in texts.pieces())
@@ -139,7 +147,9 @@ def hide(texts: Pieces, facts: Sequence[Fact], seed: int, path: str | os.PathLik
     written = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with written.open("w", encoding="utf-8", newline="") as file:
-            bounds, told = _write(file, texts, [fact.text for fact in facts], chosen.tolist())
+            bounds, told = _write(
+                file, texts, [before + fact.text for fact in facts], chosen.tolist()
+            )
         os.replace(written, path)
     finally:
         written.unlink(missing_ok=True)
@@ -163,7 +173,7 @@ def _write(
             begin = end
             if done < len(chosen) and chosen[done] == gap:
                 told.append(len(bounds) - 1)
-                put(f" {facts[done]}")
+                put(facts[done])
                 done += 1
             gap += 1
         if text[begin:]:
