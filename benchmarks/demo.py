@@ -32,6 +32,7 @@ from atlas_lm.demo.facts import NOT_TOLD, Story, demo_story
 from atlas_lm.demo.forms import form_words
 from atlas_lm.demo.show import Reader
 from atlas_lm.demo.words import WORDS, Words, words_in
+from atlas_lm.eval.readers import segment_of
 from atlas_lm.eval.results import environment
 from atlas_lm.eval.score import Share
 from atlas_lm.models import LanguageModel, ModelState
@@ -39,7 +40,6 @@ from atlas_lm.models.folder import model_folder
 from atlas_lm.tasks.samples import generator_of
 from atlas_lm.text import FileTokenizer, Tokenizer
 
-SEGMENT = 4096
 PIECE = 20_000
 """Characters: a book may begin at any of these."""
 LETTERS = 3.6
@@ -147,8 +147,9 @@ def read(model: LanguageModel, books: Sequence[Made]) -> ModelState:
     for row, book in enumerate(books):
         ids[row, : len(book.tokens)] = torch.from_numpy(book.tokens)
     state = model.begin(len(books))
-    for start in range(0, ids.shape[1], SEGMENT):
-        part = ids[:, start : start + SEGMENT].long().to(device)
+    segment = segment_of(device, len(books))
+    for start in range(0, ids.shape[1], segment):
+        part = ids[:, start : start + segment].long().to(device)
         there = torch.arange(start, start + part.shape[1]) < lengths[:, None]
         _, state = model.encode(part, state, None if bool(there.all()) else there.to(device))
     return state

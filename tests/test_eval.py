@@ -16,7 +16,7 @@ from atlas_lm.eval.answers import answers, row_share
 from atlas_lm.eval.compare import read_evaluations, table
 from atlas_lm.eval.language import score_text
 from atlas_lm.eval.language_tasks import _metrics
-from atlas_lm.eval.readers import open_reader
+from atlas_lm.eval.readers import open_reader, segment_of
 from atlas_lm.eval.results import FORMAT, RESULTS, read_results, write_results
 from atlas_lm.eval.run import Plan, evaluate
 from atlas_lm.eval.score import Share
@@ -148,6 +148,25 @@ def test_who_knows_the_answer_is_always_right(name, materials):
         assert (answer.exact, answer.named) == (1, 1)
         assert answer.said.strip() == f"{sample.answer_text}."
         assert 0 <= answer.depth <= 1
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1024), (3, 1024), (16, 256), (100, 64)])
+def test_many_texts_are_read_in_short_pieces_on_a_cpu(count, most, materials, monkeypatch):
+    """4,096 tokens of all of them together, if that is 64 of each."""
+    task, read = TEXT_TASKS["babilong/qa1"], []
+    plain = Thinker.read
+
+    def recorded(self, tokens, state, mask=None, *, every=False):
+        read.append(tokens.shape)
+        return plain(self, tokens, state, mask, every=every)
+
+    monkeypatch.setattr(Thinker, "read", recorded)
+    samples = [materials.sample(task, 1100, number, 0) for number in range(count)]
+    answers(Thinker(task.name, Guesser()), task, samples)
+    pieces = [length for _, length in read if length > 1]
+    assert set(pieces[:-1]) == {most}
+    assert sum(pieces) == 1100
+    assert segment_of(torch.device("cuda"), count) == 4096
 
 
 @pytest.mark.parametrize("name", [f"babilong/{qa}" for qa in SOLVERS])

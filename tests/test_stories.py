@@ -521,7 +521,7 @@ def test_facts_may_begin_lines(books, tmp_path):
             row = made.books[part].row(2500, 0, 0, number)
             parts = groupby(zip(whole(row), row.plain, strict=False), key=lambda each: each[1])
             told = ["".join(c for c, _ in some) for is_plain, some in parts if not is_plain]
-            starts = [re.match(r"\s*", each) for each in told if "Question" not in each]
+            starts = [re.match(r"[\s*-]*", each) for each in told if "Question" not in each]
             found |= {each[0] for each in starts if each}
         return found
 

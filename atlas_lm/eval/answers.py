@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_lm.eval.readers import Reader
+from atlas_lm.eval.readers import Reader, segment_of
 from atlas_lm.eval.score import Share
 from atlas_lm.models.lm import NO_TARGET, LanguageModel
 from atlas_lm.tasks.babilong import exact, score
@@ -21,8 +21,6 @@ from atlas_lm.tasks.rows import EVALUATE, RowTask, rows
 from atlas_lm.tasks.samples import STOP, Sample
 from atlas_lm.tasks.table import TextTask
 
-SEGMENT, ON_A_GPU = 1024, 4096
-"""Tokens that are read at once; a GPU would wait for the next ones."""
 LOGITS = 2**25
 """Numbers of logits that are made at once, at most, of tasks with many answers a row."""
 Progress = Callable[[int], None]
@@ -58,7 +56,7 @@ def answers(
     if any(sample.length != length for sample in samples):
         raise ValueError("answers: samples of several lengths; expected one")
     state, logits = reader.begin(len(samples)), None
-    size = SEGMENT if reader.device.type == "cpu" else ON_A_GPU
+    size = segment_of(reader.device, len(samples))
     for begin in range(0, length, size):
         end = min(begin + size, length)
         tokens = torch.from_numpy(np.stack([sample.tokens(begin, end) for sample in samples]))

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from atlas_lm.eval.language import nats_of, token_losses
 from atlas_lm.eval.local_tasks import LOCAL_TASKS, about, load_tasks
-from atlas_lm.eval.readers import Reader, is_ours, open_reader
+from atlas_lm.eval.readers import Reader, is_ours, open_reader, segment_of
 from atlas_lm.generate import LIKELIEST, Sampling
 
 Item = TypeVar("Item")
@@ -39,6 +39,7 @@ NAME = "atlas-lm"
 ROWS = 16
 """Contexts, or continuations, that are read side by side."""
 SEGMENT = 1024
+"""Tokens of a text that are scored at once: each has logits."""
 SHARED = 64
 """Tokens that contexts must begin with alike for these to be read once."""
 MOST_NEW = 256
@@ -119,7 +120,7 @@ def _read_contexts(
     for group in _alike(contexts):
         shared = _beginning(group)
         state = reader.begin(1)
-        for part in torch.tensor([shared]).split(SEGMENT, 1) if shared else ():
+        for part in torch.tensor([shared]).split(segment_of(reader.device, 1), 1) if shared else ():
             _, state = reader.read(part, state)
         for batch in _batches(group, rows):
             rest = [context[len(shared) :] for context in batch]
@@ -152,7 +153,8 @@ def _read_padded(reader: Reader, rows: Sequence[Sequence[int]], state: Any) -> t
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(longest) >= longest - lengths[:, None]
     logits = None
-    for part, there in zip(ids.split(SEGMENT, 1), mask.split(SEGMENT, 1), strict=True):
+    size = segment_of(reader.device, len(rows))
+    for part, there in zip(ids.split(size, 1), mask.split(size, 1), strict=True):
         logits, state = reader.read(part, state, there)
     assert logits is not None  # every row has a token
     return logits, state

@@ -38,6 +38,11 @@ from atlas_lm.text import (
     token_segments,
 )
 
+FEWEST, SEGMENT, ON_A_GPU = 64, 1024, 4096
+"""Tokens of a row that are read at once on a CPU, and on a GPU, which would wait for the next."""
+AT_ONCE = 4096
+"""Tokens of all rows together on a CPU: of more than its caches hold, memory comes fresh from the
+system for every operation, and reading takes twice as long."""
 CONTEXT_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx")
 """What configs of transformers call the most tokens a model can read."""
 UNKNOWN_LENGTH = 10**9
@@ -87,6 +92,13 @@ class Reader(Protocol):
     def expand(self, state: Any, n: int) -> Any:
         """Every row n times in succession."""
         ...
+
+
+def segment_of(device: torch.device, rows: int) -> int:
+    """Tokens of each of so many rows to read at once."""
+    if device.type != "cpu":
+        return ON_A_GPU
+    return min(max(AT_ONCE // rows, FEWEST), SEGMENT)
 
 
 class LanguageModelReader:

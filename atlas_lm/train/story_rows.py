@@ -38,8 +38,8 @@ OLDER = 0.5
 """Part of the questions of a later row that are about what an earlier one told."""
 MOVING = 0.5
 """Part of the people of a later row that an earlier one told of."""
-LINES = ("\n", "\n\n", "")
-"""What stands before a fact that begins a line, a paragraph or the text."""
+LINES = ("\n", "\n\n", "\n- ", "\n* ", "")
+"""What stands before a fact that begins a line, a paragraph, an item of a list or the text."""
 
 DECOY = 48
 """Tokens of one, at most."""
