@@ -29,6 +29,7 @@ from atlas_lm.demo.facts import (
     parse,
     place_question,
     story,
+    without_opening,
 )
 from atlas_lm.demo.forms import FACTS, QUESTIONS, TOLD, form_words
 from atlas_lm.demo.tokenizer import main as make_tokenizer
@@ -513,22 +514,43 @@ def test_decoys_have_a_word_of_facts_and_tell_nothing(books, tmp_path):
 
 
 def test_facts_may_begin_lines(books, tmp_path):
-    """In training alone; what stands before a sentence is a space."""
+    """In training alone, and then without an opening; what stands before a sentence is a space."""
 
-    def begun(part: Part, lines: float) -> set[str]:
-        made, found = StoryMaterial(data(books, lines=lines), tmp_path), set()
+    def facts(part: Part, lines: float) -> list[tuple[str, str]]:
+        made, found = StoryMaterial(data(books, lines=lines), tmp_path), []
         for number in range(16):
             row = made.books[part].row(2500, 0, 0, number)
             parts = groupby(zip(whole(row), row.plain, strict=False), key=lambda each: each[1])
             told = ["".join(c for c, _ in some) for is_plain, some in parts if not is_plain]
-            starts = [re.match(r"[\s*-]*", each) for each in told if "Question" not in each]
-            found |= {each[0] for each in starts if each}
+            starts = [re.match(r"([\s*-]*)(.*)", each) for each in told if "Question" not in each]
+            found += [each.groups() for each in starts if each]
         return found
+
+    def begun(part: Part, lines: float) -> set[str]:
+        return {before for before, _ in facts(part, lines)}
 
     assert begun("train", 0.0) == {" "}
     assert begun("test", 1.0) == {" "}
     assert begun("train", 1.0) == set(LINES)
     assert begun("train", 0.5) == {" ", *LINES}
+    openings = tuple(f"{opening} " for before, _ in TOLD.values() for opening in before)
+    opened = [text.startswith(openings) for before, text in facts("train", 0.5) if before != " "]
+    assert len(opened) > 30
+    assert not any(opened)
+    assert any(text.startswith(openings) for before, text in facts("train", 0.5) if before == " ")
+
+
+def test_a_fact_without_its_opening_says_the_same():
+    text = "Word came that the courier Zoe drove to the cellar."
+    fact = Fact("place", "Zoe", "cellar", text)
+    alone = without_opening(fact)
+    assert alone == replace(fact, text="The courier Zoe drove to the cellar.")
+    assert without_opening(alone) == alone
+    for told in story("train", 0, 0, codes=40, movers=40, moves=2, unknown=2).facts:
+        said = parse(without_opening(told).text)
+        assert said is not None
+        assert (said.kind, said.subject.lower()) == (told.kind, told.subject.lower())
+        assert said.value == told.value
 
 
 def test_part_of_the_text_is_learned_too(books, tmp_path):

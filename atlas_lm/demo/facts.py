@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -37,6 +37,7 @@ __all__ = [
     "place_question",
     "question",
     "story",
+    "without_opening",
 ]
 
 NOT_TOLD = "not told"
@@ -229,6 +230,15 @@ def _facts(
         text = form.format(subject=subject, value=value)
         facts.append(Fact(kind, subject, value, text))
     return facts
+
+
+def without_opening(fact: Fact) -> Fact:
+    """As somebody writes it down who says no more than that."""
+    for opening in TOLD[fact.kind][0]:
+        if fact.text.startswith(f"{opening} "):
+            text = fact.text[len(opening) + 1 :]
+            return replace(fact, text=text[0].upper() + text[1:])
+    return fact
 
 
 def last_told(facts: Sequence[Fact]) -> dict[tuple[str, str], tuple[int, Fact]]:

@@ -242,8 +242,8 @@ class StoryData(GrowingTexts):
     """For every fact of a row, in training, so many sentences of the books with "code" in them,
     which tell nothing."""
     lines: float = 0.0
-    """Part of the facts that begin a line, in training, as they do in notes: most tokenizers have
-    other ids for the first word of a line than for one after a space."""
+    """Part of the facts that begin a line, in training, and say nothing else, as they do in notes:
+    most tokenizers have other ids for the first word of a line than for one after a space."""
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None

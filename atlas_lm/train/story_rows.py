@@ -17,7 +17,17 @@ from typing import NamedTuple
 import numpy as np
 
 from atlas_lm.ask import continued
-from atlas_lm.demo.facts import TASK, Asked, Fact, Part, Story, last_told, question, story
+from atlas_lm.demo.facts import (
+    TASK,
+    Asked,
+    Fact,
+    Part,
+    Story,
+    last_told,
+    question,
+    story,
+    without_opening,
+)
 from atlas_lm.demo.words import Words, decoy
 from atlas_lm.models.lm import NO_TARGET
 from atlas_lm.tasks.haystack import Haystack
@@ -160,8 +170,7 @@ class Book:
     def _typical(self) -> tuple[float, float]:
         """Tokens of a fact and of a question with its answer, about."""
         some = story(self.part, 0, 0, codes=8, movers=8, moves=1, unknown=0, words=self.words)
-        before = self.haystack.separator
-        facts = [len(self._fact(fact, before).tokens) for fact in some.facts]
+        facts = [len(self._fact(fact).tokens) for fact in some.facts]
         asked = [len(self._question(asked).tokens) for asked in some.asked]
         return sum(facts) / len(facts), sum(asked) / len(asked)
 
@@ -192,8 +201,7 @@ class Book:
         in_text = max(min(in_text, size.between), len(never) - size.at_end)
         depths = _spread(len(told.facts), draw)
         events: list[tuple[float, Said]] = [
-            (depth, self._fact(fact, self._before(draw)))
-            for fact, depth in zip(told.facts, depths, strict=True)
+            (depth, self._told(fact, draw)) for fact, depth in zip(told.facts, depths, strict=True)
         ]
         asked = [(float(draw.random()), asked) for asked in never[:in_text]]
         for _ in range(size.between - in_text):
@@ -282,14 +290,15 @@ class Book:
 
     # As tokens
 
-    def _before(self, draw: np.random.Generator) -> str:
-        """What stands before a fact: what stands before any sentence, or it begins a line."""
+    def _told(self, fact: Fact, draw: np.random.Generator) -> Said:
+        """After a sentence, or at the beginning of a line and then without "Remember that"."""
         if self.part != "train" or not self.data.lines or draw.random() >= self.data.lines:
-            return self.haystack.separator
-        return LINES[int(draw.integers(len(LINES)))]
+            return self._fact(fact)
+        before = LINES[int(draw.integers(len(LINES)))]
+        return Said(ids(before + without_opening(fact).text, self.tokenizer), "fact", 0)
 
-    def _fact(self, fact: Fact, before: str) -> Said:
-        return Said(ids(before + fact.text, self.tokenizer), "fact", 0)
+    def _fact(self, fact: Fact) -> Said:
+        return Said(ids(self.haystack.separator + fact.text, self.tokenizer), "fact", 0)
 
     def _decoy(self, draw: np.random.Generator) -> Said:
         """A sentence of the books, or its beginning, with a word of facts in it."""
