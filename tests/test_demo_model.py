@@ -66,6 +66,22 @@ def test_who_has_read_nothing_says_so(shown):
     assert {a.empty for a in shown.answers} == {"not told"}
 
 
+@pytest.mark.parametrize("before", ["\n", "\n\n", "\n- "])
+def test_facts_of_notes_are_known(readers, before):
+    """Each on a line of its own, where words have other ids than after a space."""
+    reader, right, asked = readers[0], 0, 0
+    for number in range(10):
+        told = demo_story(6, 5, number)
+        notes = "".join(before + fact.text for fact in told.facts) + "\n"
+        ids = torch.tensor([reader.tokenizer.encode(notes)])
+        with torch.no_grad():
+            _, state = reader.model.encode(ids)
+        answers = reader.answers([each.question for each in told.asked], state)
+        right += sum(a == each.answer for a, each in zip(answers, told.asked, strict=True))
+        asked += len(answers)
+    assert right >= 0.9 * asked
+
+
 def test_facts_of_a_visitor_are_known_to_one_memory_alone(readers, tmp_path):
     reader = readers[0]
     Memory.begin(reader.model, reader.tokenizer).save(tmp_path / MEMORY)

@@ -48,7 +48,7 @@ from atlas_lm.train.ranks import Ranks
 from atlas_lm.train.run_folder import METRICS
 from atlas_lm.train.step import Gradients
 from atlas_lm.train.stories import StoryMaterial, piece_words
-from atlas_lm.train.story_rows import LINES
+from atlas_lm.train.story_rows import AFTER, BEFORE
 from benchmarks.demo_models import named
 
 CPU = torch.device("cpu")
@@ -513,30 +513,34 @@ def test_decoys_have_a_word_of_facts_and_tell_nothing(books, tmp_path):
     assert decoy("...", np.random.default_rng(0)) == "..."
 
 
-def test_facts_may_begin_lines(books, tmp_path):
-    """In training alone, and then without an opening; what stands before a sentence is a space."""
+def test_facts_may_be_told_as_in_notes(books, tmp_path):
+    """In training alone; else a space stands before one, and a full stop after it."""
 
-    def facts(part: Part, lines: float) -> list[tuple[str, str]]:
-        made, found = StoryMaterial(data(books, lines=lines), tmp_path), []
+    def facts(part: Part, notes: float) -> list[tuple[str, str]]:
+        made, found = StoryMaterial(data(books, notes=notes), tmp_path), []
         for number in range(16):
             row = made.books[part].row(2500, 0, 0, number)
             parts = groupby(zip(whole(row), row.plain, strict=False), key=lambda each: each[1])
             told = ["".join(c for c, _ in some) for is_plain, some in parts if not is_plain]
-            starts = [re.match(r"([\s*-]*)(.*)", each) for each in told if "Question" not in each]
+            starts = [
+                re.match(r'([\s*"-]*)(.*)', each, re.S) for each in told if "Question" not in each
+            ]
             found += [each.groups() for each in starts if each]
         return found
 
-    def begun(part: Part, lines: float) -> set[str]:
-        return {before for before, _ in facts(part, lines)}
+    def begun(part: Part, notes: float) -> set[str]:
+        return {before for before, _ in facts(part, notes)}
 
     assert begun("train", 0.0) == {" "}
     assert begun("test", 1.0) == {" "}
-    assert begun("train", 1.0) == set(LINES)
-    assert begun("train", 0.5) == {" ", *LINES}
+    assert begun("train", 1.0) == set(BEFORE)
+    assert begun("train", 0.5) == {" ", *BEFORE}
+    noted = [text for before, text in facts("train", 0.5) if before != " "]
     openings = tuple(f"{opening} " for before, _ in TOLD.values() for opening in before)
-    opened = [text.startswith(openings) for before, text in facts("train", 0.5) if before != " "]
-    assert len(opened) > 30
-    assert not any(opened)
+    assert len(noted) > 30
+    assert not any(text.startswith(openings) for text in noted)
+    assert {re.sub(r".*\w", "", text, flags=re.S) for text in noted} == set(AFTER)
+    assert 0 < sum(text[0].islower() for text in noted) < len(noted) / 2
     assert any(text.startswith(openings) for before, text in facts("train", 0.5) if before == " ")
 
 

@@ -241,9 +241,9 @@ class StoryData(GrowingTexts):
     decoys: float = 0.0
     """For every fact of a row, in training, so many sentences of the books with "code" in them,
     which tell nothing."""
-    lines: float = 0.0
-    """Part of the facts that begin a line, in training, and say nothing else, as they do in notes:
-    most tokenizers have other ids for the first word of a line than for one after a space."""
+    notes: float = 0.0
+    """Part of the facts that are told as in notes, in training: they begin a line, for which most
+    tokenizers have other ids than after a space, say nothing else, and end in any way."""
     text: float = 0.0
     """Part of all other tokens that is learned too."""
     tokenizer: str | None = None
@@ -255,7 +255,7 @@ class StoryData(GrowingTexts):
                 f"data.facts: {self.facts}; expected the fewest and the most, 1 or more"
             )
         super().__post_init__()
-        for name in ("people", "unknown", "again", "strange", "invented", "loose", "text", "lines"):
+        for name in ("people", "unknown", "again", "strange", "invented", "loose", "text", "notes"):
             expect_part(f"data.{name}", getattr(self, name))
         if self.decoys < 0:
             raise ValueError(f"data.decoys: {self.decoys}; expected 0 or more")

@@ -48,8 +48,13 @@ OLDER = 0.5
 """Part of the questions of a later row that are about what an earlier one told."""
 MOVING = 0.5
 """Part of the people of a later row that an earlier one told of."""
-LINES = ("\n", "\n\n", "\n- ", "\n* ", "")
-"""What stands before a fact that begins a line, a paragraph, an item of a list or the text."""
+BEFORE = ("\n", "\n\n", "\n- ", "\n* ", '\n"', "")
+"""What stands before a fact in notes: it begins a line, a paragraph, an item of a list, a quotation
+or the text."""
+AFTER = (".", ".\n", "\n", "!", '."', ";")
+"""What may stand after it, beside a full stop."""
+SMALL = 0.25
+"""Part of such facts that begin with a small letter."""
 
 DECOY = 48
 """Tokens of one, at most."""
@@ -291,11 +296,14 @@ class Book:
     # As tokens
 
     def _told(self, fact: Fact, draw: np.random.Generator) -> Said:
-        """After a sentence, or at the beginning of a line and then without "Remember that"."""
-        if self.part != "train" or not self.data.lines or draw.random() >= self.data.lines:
+        """After a sentence, or as notes have it."""
+        if self.part != "train" or not self.data.notes or draw.random() >= self.data.notes:
             return self._fact(fact)
-        before = LINES[int(draw.integers(len(LINES)))]
-        return Said(ids(before + without_opening(fact).text, self.tokenizer), "fact", 0)
+        begin, end = (each[int(draw.integers(len(each)))] for each in (BEFORE, AFTER))
+        text = without_opening(fact).text.removesuffix(".")
+        if draw.random() < SMALL:
+            text = text[0].lower() + text[1:]
+        return Said(ids(begin + text + end, self.tokenizer), "fact", 0)
 
     def _fact(self, fact: Fact) -> Said:
         return Said(ids(self.haystack.separator + fact.text, self.tokenizer), "fact", 0)
