@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ import torch
 from atlas_lm.ask import Task
 from atlas_lm.cli.model import open_model
 from atlas_lm.demo.book import Texts, hide, python_texts, shelf_texts, tokens_and_bounds
-from atlas_lm.demo.facts import NOT_TOLD, Story, demo_story
+from atlas_lm.demo.facts import NOT_TOLD, Fact, Story, demo_story
 from atlas_lm.demo.forms import form_words
 from atlas_lm.demo.show import Reader
 from atlas_lm.demo.words import WORDS, Words, words_in
@@ -40,6 +40,28 @@ from atlas_lm.models.folder import model_folder
 from atlas_lm.tasks.samples import generator_of
 from atlas_lm.text import FileTokenizer, Tokenizer
 
+
+class Way(NamedTuple):
+    """How facts are told: what stands before one and after it, and whether it begins small."""
+
+    before: str
+    after: str
+    small: bool = False
+
+    def text(self, fact: Fact) -> str:
+        said = fact.text.removesuffix(".")
+        return (said[0].lower() + said[1:] if self.small else said) + self.after
+
+
+WAYS = {
+    "sentences": Way(" ", "."),
+    "lines": Way("\n", "."),
+    "items": Way("\n- ", "."),
+    "unended": Way("\n", "\n"),
+    "quoted": Way('\n"', '."'),
+    "small": Way("\n", ".", small=True),
+}
+"""Among the sentences of a book, or as somebody writes them down."""
 PIECE = 20_000
 """Characters: a book may begin at any of these."""
 LETTERS = 3.6
@@ -97,16 +119,18 @@ class Maker:
     facts: int
     seed: int
     visitor: bool
-    lines: bool
+    told: str
+    """One of WAYS."""
 
     def __call__(self, number: int) -> Made:
         told = demo_story(self.facts, self.seed, number, self._visitors)
         first = int(generator_of("demo figures", self.seed, number).integers(len(self.pieces)))
         shelf = Shelf("shelf", self.pieces, first, self.characters)
-        before = "\n" if self.lines else " "
+        way = WAYS[self.told]
+        facts = [replace(fact, text=way.text(fact)) for fact in told.facts]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "book.txt"
-            book = hide(shelf, told.facts, self.seed + number, path, before)
+            book = hide(shelf, facts, self.seed + number, path, way.before)
             tokens, bounds = tokens_and_bounds(book, self.tokenizer)
         since = [int(bounds[-1] - bounds[sentence + 1]) for sentence in book.told.tolist()]
         return Made(tokens=tokens.astype(np.int32), story=told, since=since)
@@ -211,7 +235,7 @@ def measured(
         facts=options.facts,
         seed=options.seed,
         visitor=options.visitor,
-        lines=options.lines,
+        told=options.told,
     )
     said: list[Said] = []
     tokens = 0
@@ -225,7 +249,7 @@ def measured(
             print(f"  {done} of {books} books, {seconds:.0f} s", flush=True)
     found = {"books": books, "facts": options.facts, "tokens": tokens // books}
     found |= {"words": "any of the books" if options.visitor else "of the test"}
-    found |= {"facts": "begin lines"} if options.lines else {}
+    found |= {"told": options.told}
     return found | {"seconds": round(monotonic() - began, 1), "shares": figures(said)}
 
 
@@ -239,7 +263,7 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=32)
     parser.add_argument("--rows", type=int, default=50, help="books read side by side")
     parser.add_argument("--visitor", action="store_true", help="facts in words of no list")
-    parser.add_argument("--lines", action="store_true", help="facts begin lines")
+    parser.add_argument("--told", choices=WAYS, default="sentences", help="how facts stand there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")
     parser.add_argument("--workers", type=int, default=os.cpu_count())

@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
+from atlas_lm.demo import MODEL
 from atlas_lm.demo.facts import TASK
-from atlas_lm.models import LanguageModel, ModelConfig, save_model
+from atlas_lm.models import LanguageModel, ModelConfig, load_model, save_model
 from atlas_lm.text import ByteTokenizer, load_tokenizer, save_tokenizer
-from benchmarks import demo, demo_faults, demo_models, demo_texts
+from benchmarks import demo, demo_faults, demo_lines, demo_models, demo_texts
 
 ANY = ("nothing", "happens", "rains", "sings", "waits", "falls", "shines", "grows")
 LINES = [f"Line {i} of a book in which nobody {ANY[i % 8]} at all.\n" for i in range(2000)]
@@ -37,7 +38,7 @@ def shelf(tmp_path_factory):
 
 
 def maker(model, shelf, **changes) -> demo.Maker:
-    given = {"characters": 30_000, "facts": 8, "seed": 0, "visitor": False, "lines": False}
+    given = {"characters": 30_000, "facts": 8, "seed": 0, "visitor": False, "told": "sentences"}
     pieces = demo.pieces_of(demo.shelf_texts(shelf))
     return demo.Maker(pieces=pieces, tokenizer=load_tokenizer(model), **given | changes)
 
@@ -51,13 +52,17 @@ def test_a_shelf_goes_round(shelf):
     assert 2 * len("".join(LINES)) <= len(found) < 2 * len("".join(LINES)) + 2 * demo.PIECE
 
 
-@pytest.mark.parametrize("lines", [False, True])
-def test_books_hold_their_facts_where_they_say(model, shelf, lines):
-    books = [maker(model, shelf, lines=lines)(number) for number in range(3)]
+@pytest.mark.parametrize("told", demo.WAYS)
+def test_books_hold_their_facts_where_they_say(model, shelf, told):
+    way = demo.WAYS[told]
+    books = [maker(model, shelf, told=told)(number) for number in range(3)]
     for book in books:
         text = bytes(book.tokens.tolist()).decode()
         for fact, since in zip(book.story.facts, book.since, strict=True):
-            assert text[: len(text) - since].endswith(("\n" if lines else " ") + fact.text)
+            said = fact.text.removesuffix(".")
+            assert said[0].isupper()
+            said = said[0].lower() + said[1:] if told == "small" else said
+            assert text[: len(text) - since].endswith(way.before + said + way.after)
     assert len({book.story for book in books}) == 3
     words = maker(model, shelf, visitor=True)(0).story.facts
     strange = [{*fact.subject.lower().split()} <= {"book", *ANY} for fact in words]
@@ -228,3 +233,23 @@ def test_answers_count_if_all_of_their_tokens_are_what_the_model_says(model):
     work = demo_faults.Work(tokens, targets, None, kinds={"codes": asked})
     assert demo_faults.known(made, work, state) == {"codes": pytest.approx(2 / 3)}
     assert demo_faults.known(made, work, None)["codes"] < 2 / 3
+
+
+def test_words_that_begin_lines_are_known_as_after_a_space(tmp_path):
+    tokenizer = load_tokenizer(MODEL)
+    made = LanguageModel(ModelConfig(vocab=tokenizer.vocab, dim=16, depth=1, heads=2))
+    save_model(made, tmp_path / "before", stored=torch.bfloat16)
+    save_tokenizer(tokenizer, tmp_path / "before")
+    TASK.save(tmp_path / "before")
+    demo_lines.main([str(tmp_path / "before"), str(tmp_path / "after")])
+    before, after = (
+        load_model(tmp_path / n).state_dict()["embedding.weight"] for n in ("before", "after")
+    )
+    for begins, spaced in (("The", " The"), ("To", " To"), ("Courier", " Courier")):
+        *others, last = tokenizer.encode(begins)
+        assert torch.equal(after[last], before[tokenizer.encode(spaced)].squeeze(0))
+        assert torch.equal(after[others], before[others])
+    changed = (after != before).any(1).nonzero()[:, 0].tolist()
+    assert set(changed) == set(demo_lines.twins(tokenizer))
+    small = [tokenizer.encode(word)[0] for word in (" The", "the", " Courier", "A", " 7")]
+    assert not set(small) & set(changed)
