@@ -83,7 +83,7 @@ def test_commands_are_understood(page, tmp_path, monkeypatch, capsys):
 
 
 def test_options_in_sentences_exist(capsys):
-    asked = ("read", "generate", "data prepare", "sweep", "train books")
+    asked = ("read", "generate", "data prepare", "sweep", "train books", "train demo")
     for command in asked:
         assert main([*command.split(), "--help"]) == 0
     known = set(re.findall(r"--[a-z][\w.-]*", capsys.readouterr().out))
