@@ -39,7 +39,7 @@ NAME = "atlas-lm"
 ROWS = 16
 """Contexts, or continuations, that are read side by side."""
 SEGMENT = 1024
-"""Tokens of a text that are scored at once: each has logits."""
+"""Tokens of a row that are read at once, at most."""
 SHARED = 64
 """Tokens that contexts must begin with alike for these to be read once."""
 MOST_NEW = 256
@@ -120,7 +120,7 @@ def _read_contexts(
     for group in _alike(contexts):
         shared = _beginning(group)
         state = reader.begin(1)
-        for part in torch.tensor([shared]).split(segment_of(reader.device, 1), 1) if shared else ():
+        for part in torch.tensor([shared]).split(SEGMENT, 1) if shared else ():
             _, state = reader.read(part, state)
         for batch in _batches(group, rows):
             rest = [context[len(shared) :] for context in batch]
@@ -153,7 +153,7 @@ def _read_padded(reader: Reader, rows: Sequence[Sequence[int]], state: Any) -> t
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(longest) >= longest - lengths[:, None]
     logits = None
-    size = segment_of(reader.device, len(rows))
+    size = min(segment_of(reader.device, len(rows)), SEGMENT)
     for part, there in zip(ids.split(size, 1), mask.split(size, 1), strict=True):
         logits, state = reader.read(part, state, there)
     assert logits is not None  # every row has a token

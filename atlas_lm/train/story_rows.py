@@ -52,7 +52,7 @@ BEFORE = ("\n", "\n\n", "\n- ", "\n* ", '\n"', "")
 """What stands before a fact in notes: it begins a line, a paragraph, an item of a list, a quotation
 or the text."""
 AFTER = (".", ".\n", "\n", "!", '."', ";")
-"""What may stand after it, beside a full stop."""
+"""What stands after it."""
 SMALL = 0.25
 """Part of such facts that begin with a small letter."""
 
