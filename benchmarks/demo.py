@@ -28,7 +28,7 @@ import torch
 from atlas_lm.ask import Task
 from atlas_lm.cli.model import open_model
 from atlas_lm.demo.book import Texts, hide, python_texts, shelf_texts, tokens_and_bounds
-from atlas_lm.demo.facts import NOT_TOLD, Fact, Story, demo_story
+from atlas_lm.demo.facts import NOT_TOLD, Story, demo_story, ended
 from atlas_lm.demo.forms import form_words
 from atlas_lm.demo.show import Reader
 from atlas_lm.demo.words import WORDS, Words, words_in
@@ -47,10 +47,6 @@ class Way(NamedTuple):
     before: str
     after: str
     small: bool = False
-
-    def text(self, fact: Fact) -> str:
-        said = fact.text.removesuffix(".")
-        return (said[0].lower() + said[1:] if self.small else said) + self.after
 
 
 WAYS = {
@@ -127,7 +123,7 @@ class Maker:
         first = int(generator_of("demo figures", self.seed, number).integers(len(self.pieces)))
         shelf = Shelf("shelf", self.pieces, first, self.characters)
         way = WAYS[self.told]
-        facts = [replace(fact, text=way.text(fact)) for fact in told.facts]
+        facts = [replace(fact, text=ended(fact.text, way.after, way.small)) for fact in told.facts]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "book.txt"
             book = hide(shelf, facts, self.seed + number, path, way.before)

@@ -32,6 +32,7 @@ __all__ = [
     "Words",
     "code_question",
     "demo_story",
+    "ended",
     "last_told",
     "parse",
     "place_question",
@@ -239,6 +240,12 @@ def without_opening(fact: Fact) -> Fact:
             text = fact.text[len(opening) + 1 :]
             return replace(fact, text=text[0].upper() + text[1:])
     return fact
+
+
+def ended(text: str, end: str, small: bool = False) -> str:
+    """A sentence with this instead of its full stop, and perhaps with a small letter to begin."""
+    said = text.removesuffix(".")
+    return (said[0].lower() + said[1:] if small else said) + end
 
 
 def last_told(facts: Sequence[Fact]) -> dict[tuple[str, str], tuple[int, Fact]]:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from atlas_lm.eval.language import nats_of, token_losses
 from atlas_lm.eval.local_tasks import LOCAL_TASKS, about, load_tasks
-from atlas_lm.eval.readers import Reader, is_ours, open_reader, segment_of
+from atlas_lm.eval.readers import SEGMENT, Reader, is_ours, open_reader, segment_of
 from atlas_lm.generate import LIKELIEST, Sampling
 
 Item = TypeVar("Item")
@@ -38,8 +38,6 @@ NAME = "atlas-lm"
 """What the adapter is called in lm-eval's registry."""
 ROWS = 16
 """Contexts, or continuations, that are read side by side."""
-SEGMENT = 1024
-"""Tokens of a row that are read at once, at most."""
 SHARED = 64
 """Tokens that contexts must begin with alike for these to be read once."""
 MOST_NEW = 256
@@ -153,7 +151,7 @@ def _read_padded(reader: Reader, rows: Sequence[Sequence[int]], state: Any) -> t
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(longest) >= longest - lengths[:, None]
     logits = None
-    size = min(segment_of(reader.device, len(rows)), SEGMENT)
+    size = segment_of(reader.device, len(rows), SEGMENT)
     for part, there in zip(ids.split(size, 1), mask.split(size, 1), strict=True):
         logits, state = reader.read(part, state, there)
     assert logits is not None  # every row has a token

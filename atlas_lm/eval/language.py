@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from atlas_lm.eval.readers import Reader, documents
+from atlas_lm.eval.readers import SEGMENT, Reader, documents, segment_of
 
 FIRST_BUCKET = 64
 """Positions below this are one bucket; every further one is twice as wide as all before it."""
 BUCKETS = 40
 BLOCK = 1024
 """Tokens of a document that count as one where a single document has to tell its own error."""
-SEGMENT = 1024
 LOGITS = 2**25
 """Numbers that are predicted at once, at most: a segment times the vocabulary."""
 MOST_NATS = 700.0
@@ -270,7 +269,7 @@ def cut_losses(reader: Reader, rows: Tensor, last: int) -> Tensor:
     start = torch.tensor(reader.prompt(""), dtype=torch.int64).expand(len(rows), -1)
     context = torch.cat([start, rows[:, :-last]], 1)
     state, logits = reader.begin(len(rows)), None
-    for part in context.split(SEGMENT, 1):
+    for part in context.split(segment_of(reader.device, len(rows), SEGMENT), 1):
         logits, state = reader.read(part, state)
     assert logits is not None  # lengths are checked to be 1 or more
     targets = rows[:, -last:]

@@ -39,7 +39,8 @@ from atlas_lm.text import (
 )
 
 FEWEST, SEGMENT, ON_A_GPU = 64, 1024, 4096
-"""Tokens of a row that are read at once on a CPU, and on a GPU, which would wait for the next."""
+"""Tokens of a row that are read at once: the fewest and the most on a CPU; on a GPU, which
+would wait for the next."""
 AT_ONCE = 4096
 """Tokens of all rows together on a CPU: of more than its caches hold, memory comes fresh from the
 system for every operation, and reading takes twice as long."""
@@ -94,10 +95,10 @@ class Reader(Protocol):
         ...
 
 
-def segment_of(device: torch.device, rows: int) -> int:
+def segment_of(device: torch.device, rows: int, on_a_gpu: int = ON_A_GPU) -> int:
     """Tokens of each of so many rows to read at once."""
     if device.type != "cpu":
-        return ON_A_GPU
+        return on_a_gpu
     return min(max(AT_ONCE // rows, FEWEST), SEGMENT)
 
 

@@ -23,6 +23,7 @@ from atlas_lm.demo.facts import (
     Fact,
     Part,
     Story,
+    ended,
     last_told,
     question,
     story,
@@ -300,10 +301,8 @@ class Book:
         if self.part != "train" or not self.data.notes or draw.random() >= self.data.notes:
             return self._fact(fact)
         begin, end = (each[int(draw.integers(len(each)))] for each in (BEFORE, AFTER))
-        text = without_opening(fact).text.removesuffix(".")
-        if draw.random() < SMALL:
-            text = text[0].lower() + text[1:]
-        return Said(ids(begin + text + end, self.tokenizer), "fact", 0)
+        text = ended(without_opening(fact).text, end, bool(draw.random() < SMALL))
+        return Said(ids(begin + text, self.tokenizer), "fact", 0)
 
     def _fact(self, fact: Fact) -> Said:
         return Said(ids(self.haystack.separator + fact.text, self.tokenizer), "fact", 0)
