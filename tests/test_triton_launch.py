@@ -25,8 +25,7 @@ def seen(monkeypatch):
 
     monkeypatch.setattr(launches, "launch", launch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    stream = SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(launches, "stream_of", lambda device: 7)
     return long, short
 
 
@@ -38,7 +37,7 @@ def test_pieces_are_addresses(seen):
         repeated(n)
     grid, args, options = long[0]
     assert len(long) == 1
-    assert grid == (5, 1, 1)
+    assert grid == (5,)
     assert torch.equal(args[1], pieces[2])
     assert args[2] == 2
     assert options == {"SIZE": 9, "warps": 4}
@@ -53,11 +52,9 @@ def test_what_is_compiled_already_is_not_looked_up_by_each_piece(seen, monkeypat
     """The pieces of a second segment go the short way from the first on."""
     long, short = seen
 
-    class Kernel:
-        arg_names = KERNEL.arg_names
-
-    monkeypatch.setattr(launches.triton, "JITFunction", Kernel)
-    kernel, x, pieces = Kernel(), torch.zeros(4), torch.arange(24.0).view(3, 8)
+    monkeypatch.setattr(launches.triton, "JITFunction", SimpleNamespace)
+    kernel = SimpleNamespace(arg_names=KERNEL.arg_names, fn="f")
+    x, pieces = torch.zeros(4), torch.arange(24.0).view(3, 8)
     made = SimpleNamespace(function="f", packed_metadata="m", run=lambda *a: short.append(a))
     key = launches.key_of(kernel, -1, 4, None, [torch.float32, torch.float32], [9])
     monkeypatch.setitem(launches._compiled, key, made)

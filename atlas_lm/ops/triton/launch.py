@@ -19,6 +19,9 @@ from torch import Tensor
 
 _compiled: dict[tuple, Any] = {}
 
+ALIGNED = 16
+"""Bytes: what Triton compiles another kernel for where tensors begin in between."""
+
 
 def launch(
     kernel: Any,
@@ -38,36 +41,63 @@ def launch(
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*args, **constants)
         return None
-    values = [constants[name] for name in kernel.arg_names[len(args) :]]
-    offset, types, raw = 0, [], list(args)
-    for i, x in enumerate(args):
-        if isinstance(x, Tensor):
-            raw[i] = x.data_ptr()
-            offset |= raw[i]
-            types.append(x.dtype)
     device = args[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             options = {"warps": warps, "registers": registers, "wgmma": wgmma}
             return launch(kernel, grid, *args, **options, **constants)
+    raw, types, aligned = addresses(args)
+    values = values_of(kernel, len(args), constants)
     # a mixture of alignments is rare: then Triton may look at each by itself
     key = key_of(kernel, device, warps, registers, types, values)
-    found = _compiled.get(key) if offset % 16 == 0 else None
+    found = _compiled.get(key) if aligned else None
     if found is None:
         with nullcontext() if wgmma else without_wgmma():
             found = kernel[grid](
                 *args, **constants, num_warps=warps, maxnreg=registers, num_stages=1
             )
-        if offset % 16 == 0:
+        if aligned:
             _compiled[key] = found
     else:
-        found[(*grid, 1, 1)[:3]](*raw, *values)
+        found.run(*head_of(found, grid, stream_of(device)), *raw, *values)
     return found
 
 
+def addresses(args: tuple) -> tuple[list[Any], list[torch.dtype], bool]:
+    """`args` with addresses for tensors; the tensors' types, and whether all are aligned."""
+    raw, types, offset = list(args), [], 0
+    for i, x in enumerate(args):
+        if isinstance(x, Tensor):
+            raw[i] = address = x.data_ptr()
+            offset |= address
+            types.append(x.dtype)
+    return raw, types, offset % ALIGNED == 0
+
+
+def values_of(kernel: Any, count: int, constants: dict[str, Any]) -> list[Any]:
+    """The compile-time arguments, which come after `count` others."""
+    return [constants[name] for name in kernel.arg_names[count:]]
+
+
 def key_of(kernel, device, warps, registers, types, values) -> tuple:
-    """What one compilation differs from another by, where all tensors are aligned."""
-    return (kernel, device, warps, registers, *types, *values)
+    """What one compilation differs from another by, where all tensors are aligned.
+
+    By its function: for the hash of a kernel Triton looks at its source.
+    """
+    return (kernel.fn, device, warps, registers, *types, *values)
+
+
+def head_of(made: Any, grid: tuple[int, ...], stream: int) -> tuple:
+    """What Triton's launcher wants before the arguments: no metadata, and nobody to be told."""
+    return (*(*grid, 1, 1)[:3], stream, made.function, made.packed_metadata, None, None, None)
+
+
+STREAM = 3
+"""Where the stream stands in it."""
+
+
+def stream_of(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class Each(NamedTuple):
@@ -84,66 +114,67 @@ class Repeated:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any):
         """Among `args`, `NUMBER` stands for n, and `Each(x)` for x[n]."""
-        self.kernel, self.grid, self.args, self.options = kernel, (*grid, 1, 1)[:3], args, options
+        self.kernel, self.grid, self.args, self.options = kernel, grid, args, options
+        first = args[0].tensor if isinstance(args[0], Each) else args[0]
+        self.device: int = first.get_device()
         self.run: Any = None
 
     def __call__(self, n: int) -> None:
-        if self.run is None:
-            self._look_up()
-        if self.run is None:
-            self._long_way(n)
+        if self.ready():
+            self.at(n, stream_of(self.device))
             return
-        args = self.fixed
-        for i, base, step in self.moving:
-            args[i] = base + n * step
-        self.run(*args)
-
-    def _look_up(self) -> None:
-        """What another one of this kind has compiled, if it has: for tensors that are aligned."""
-        if not isinstance(self.kernel, triton.JITFunction):
-            return
-        tensors = [x.tensor if isinstance(x, Each) else x for x in self.args]
-        tensors = [x for x in tensors if isinstance(x, Tensor)]
-        how = self.options.get("warps", 4), self.options.get("registers")
-        types, values = [x.dtype for x in tensors], self._constants()
-        made = _compiled.get(key_of(self.kernel, tensors[0].get_device(), *how, types, values))
-        if made is not None and not any(x.data_ptr() % 16 for x in tensors):
-            self._fix(made)
-
-    def _constants(self) -> list[Any]:
-        return [self.options[name] for name in self.kernel.arg_names[len(self.args) :]]
-
-    def _long_way(self, n: int) -> None:
         given = [x.tensor[n] if isinstance(x, Each) else x for x in self.args]
         given = [n if x is NUMBER else x for x in given]
         made = launch(self.kernel, self.grid, *given, **self.options)
         if made is not None:
-            self._fix(made)
+            self._fix(made, addresses(self._first())[0])
 
-    def _fix(self, made: Any) -> None:
+    def ready(self) -> bool:
+        """Whether what all pieces have in common is known, so that `at` and `key` may be called."""
+        if self.run is None and isinstance(self.kernel, triton.JITFunction):
+            self._look_up()
+        return self.run is not None
+
+    def at(self, n: int, stream: int) -> None:
+        """Piece n."""
+        given = self.given
+        given[STREAM] = stream
+        for i, base, step in self.moving:
+            given[i] = base + n * step
+        self.run(*given)
+
+    def key(self) -> tuple:
+        """Another one that is `ready` and has the same launches the same pieces."""
+        return (*self.fixed, *self.moving)
+
+    def _first(self) -> tuple:
+        """What the first piece is given."""
+        given = (x.tensor if isinstance(x, Each) else x for x in self.args)
+        return tuple(0 if x is NUMBER else x for x in given)
+
+    def _look_up(self) -> None:
+        """What another one of this kind has compiled, if it has: for tensors that are aligned."""
+        raw, types, aligned = addresses(self._first())
+        how = self.options.get("warps", 4), self.options.get("registers")
+        values = values_of(self.kernel, len(self.args), self.options)
+        made = _compiled.get(key_of(self.kernel, self.device, *how, types, values))
+        if made is not None and aligned:
+            self._fix(made, raw)
+
+    def _fix(self, made: Any, raw: list[Any]) -> None:
         """Go past all that Triton does before a launch, if tensors are here, and those of all
         pieces aligned as those of the first are."""
         steps = {i: step_of(x) for i, x in enumerate(self.args) if isinstance(x, Each)}
-        first = self.args[0].tensor if isinstance(self.args[0], Each) else self.args[0]
-        here = first.get_device() == torch.cuda.current_device()
-        if not here or any(step % 16 for step in steps.values()):
+        if any(step % ALIGNED for step in steps.values()):
+            return
+        if self.device != torch.cuda.current_device():
             return
         numbers = {i: 1 for i, x in enumerate(self.args) if x is NUMBER}
-        raw = [address_of(x) for x in self.args]
-        stream = torch.cuda.current_stream().cuda_stream
-        head = [*self.grid, stream, made.function, made.packed_metadata, None, None, None]
-        self.fixed = [*head, *raw, *self._constants()]
+        head = head_of(made, self.grid, 0)
+        self.fixed = (*head, *raw)
         self.moving = [(len(head) + i, raw[i], step) for i, step in (steps | numbers).items()]
-        self.run = made.run
-
-
-def address_of(x: Any) -> Any:
-    """Of the first piece; numbers as they are."""
-    if isinstance(x, Each):
-        return x.tensor.data_ptr()
-    if isinstance(x, Tensor):
-        return x.data_ptr()
-    return 0 if x is NUMBER else x
+        values = values_of(self.kernel, len(self.args), self.options)
+        self.given, self.run = [*self.fixed, *values], made.run
 
 
 NUMBER = object()

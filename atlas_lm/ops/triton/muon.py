@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -35,6 +34,7 @@ from atlas_lm.ops.triton.reads import (
     constants,
     in_room,
 )
+from atlas_lm.ops.triton.rows import ROWS
 from atlas_lm.ops.triton.sizes import Sizes, by_blocks
 from atlas_lm.ops.triton.write_gradients import Stood, Sums, WriteGradients
 
@@ -129,14 +129,15 @@ class Segment:
             for group, begins in same_size(s)
         ]
 
-    def _make_steps(self) -> list[Callable[[int], None]]:
+    def _make_steps(self) -> list[Repeated]:
         """Newton-Schulz at the stride points of a piece, from the pairs' factors."""
         plan, outs = self.plan, from_place(self.all_terms, self.plan.sizes)
         return [
-            momentum_steps(
+            launch
+            for momenta, (group, _) in zip(self.momenta, same_size(plan.sizes), strict=True)
+            for launch in momentum_steps(
                 momenta, plan.sizes.size, plan.steps, plan.coefficients, outs[group.start]
             )
-            for momenta, (group, _) in zip(self.momenta, same_size(plan.sizes), strict=True)
         ]
 
     def _advance(self, phi: Tensor, mixed: Mixed) -> Repeated:
@@ -159,17 +160,25 @@ class Segment:
     def written(self) -> Written:
         return Written(self.all_states[:-1], self.all_terms, self.all_factors)
 
-    def write(self, n: int) -> None:
-        """Piece n, from the state before it to the state after it."""
-        for each in self.launches:
-            each(n)
+    def write(self, anchors: Tensor, initial: Tensor) -> None:
+        """All pieces, from the state before the first to that after the last."""
+        begin = 0
+        for n in range(self.count):
+            marked = self._marked(n + 1)
+            if marked or n + 1 == self.count:
+                ROWS.launch(self.launches, range(begin, n + 1))
+                begin = n + 1
+            if marked:
+                self._settle(n, anchors, initial)
 
-    def settle(self, n: int, anchors: Tensor, initial: Tensor) -> None:
+    def _marked(self, n: int) -> bool:
+        """Whether something is done before piece n, of this segment or the first after it."""
+        number = self.first + n
+        return number < len(self.plan.marked) and self.plan.marked[number]
+
+    def _settle(self, n: int, anchors: Tensor, initial: Tensor) -> None:
         """Before the piece after n: begin documents, keep anchors."""
-        number = self.first + n + 1
-        if number >= len(self.plan.marked) or not self.plan.marked[number]:
-            return
-        marks = self.plan.marks[number][:, None]
+        marks = self.plan.marks[self.first + n + 1][:, None]
         fresh, keep = (marks & 1) != 0, (marks & 2) != 0
         weights = self.all_weights[n + 1]
         start = initial.repeat(len(weights) // len(initial), 1)
@@ -189,9 +198,7 @@ def written_segment(
     """
     *state, anchors = carry
     segment = Segment(plan, k, v, mixed, tables, part, state, anchor, keep, steps)
-    for n in range(segment.count):
-        segment.write(n)
-        segment.settle(n, anchors, initial)
+    segment.write(anchors, initial)
     return segment
 
 
@@ -215,27 +222,27 @@ class MuonBackward(Backward):
         self.pushes = self.k.new_empty(self.plan.rows_and_heads, s.pulls, s.size)
         self.pushes[:, -1] = self.g_momentum
 
-    def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
+    def open(self, part: slice, dy: Tensor, checkpoint: list) -> tuple[Segment, ReadGradients]:
         weights, momentum, steps = checkpoint
         checkpoint[-1] = None  # room for the next; another backward makes them again
         carry = [weights, momentum, torch.empty_like(weights)]
-        here = self.mixed.at(part)
-        args = self.plan, self.k, self.v, here, self.tables, part, carry
+        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part, carry
         segment = written_segment(*args, self.anchor, self.initial, keep=True, steps=steps)
-        found = self.read_backward(part, dy, segment.written())
+        return segment, self.read_backward(part, dy, segment.written())
+
+    def settle(self, part: slice, opened: tuple[Segment, ReadGradients]) -> None:
+        (segment, found), here = opened, self.mixed.at(part)
         s, z, count = self.plan.sizes, self.plan.rows_and_heads, segment.count
         of_steps = torch.empty(count, 2, len(places(s)), z, s.terms, device=self.k.device)
         assert here.push is not None
         back = WriteGradients(self, part, here, here.push, segment.stood(), found, self.pushes)
         steps_back = self._steps_backward(segment, here, found, of_steps)
-        for n in reversed(range(count)):
-            for each in (*steps_back, back):
-                each(n)
+        ROWS.launch([*steps_back, *back.launches], range(count)[::-1])
         self._leave(part, back.sums(), of_steps)
 
     def _steps_backward(
         self, segment: Segment, here: Mixed, found: ReadGradients, of_steps: Tensor
-    ) -> list[Callable[[int], None]]:
+    ) -> list[Repeated]:
         """From the gradients of weights and steps of a piece to those of its momenta."""
         plan, s = self.plan, self.plan.sizes
         assert here.steps is not None
@@ -244,12 +251,13 @@ class MuonBackward(Backward):
         )
         last = here.steps[:, :, -1].contiguous()
         return [
-            momentum_steps_backward(
+            launch
+            for momenta, (group, _) in zip(segment.momenta, same_size(s), strict=True)
+            for launch in momentum_steps_backward(
                 momenta, s.size, plan.steps, plan.coefficients, made[group.start],
                 StepGradients(reads[group.start], last, weights[group.start]),
                 pushed[group.start], of_steps[:, 0, group], of_steps[:, 1, group],
             )
-            for momenta, (group, _) in zip(segment.momenta, same_size(s), strict=True)
         ]  # fmt: skip
 
     def _leave(self, part: slice, sums: Sums, of_steps: Tensor) -> None:

@@ -7,7 +7,6 @@ Gradients are exact; iterates are computed again in the backward pass, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -65,22 +64,19 @@ class Momenta(NamedTuple):
 
 def momentum_steps(
     momenta: Momenta, size: int, steps: int, coefficients: str, out: Tensor
-) -> Callable[[int], None]:
-    """Called with n: NS(S_s) `[r c]` of every stride point of piece n into out, `[n z m size]` from
-    the first matrix on."""
+) -> list[Repeated]:
+    """What is launched for piece n: NS(S_s) `[r c]` of every stride point of it into out,
+    `[n z m size]` from the first matrix on. Nothing, where pieces have none."""
     kept = momenta.kept
     if not kept.numel():
-        return no_steps
+        return []
     factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
-    return Repeated(
+    forward = Repeated(
         kernels.momentum_forward, (kept[0].numel() * len(momenta.places),),
         Each(momenta.entering), *map(Each, (*factors, momenta.share, kept, out)), kept.shape[-1],
         warps=warps, registers=_registers(constants), **constants,
     )  # fmt: skip
-
-
-def no_steps(_: int) -> None:
-    """A piece without a stride point."""
+    return [forward]
 
 
 class StepGradients(NamedTuple):
@@ -104,32 +100,34 @@ def momentum_steps_backward(
     out_grad_momentum: Tensor,
     out_grad_last: Tensor,
     out_grad_kept: Tensor,
-) -> Callable[[int], None]:
-    """Called with n: gradients of the momenta of piece n, `[z m+1 size]` like u (the last left as
-    it is), of last and kept, by each of the matrices, `[n matrices z m]`.
+) -> list[Repeated]:
+    """What is launched for piece n: gradients of its momenta, `[z m+1 size]` like u (the last left
+    as it is), of last and kept, by each of the matrices, `[n matrices z m]`.
 
     `made` is what `momentum_steps` gave. The gradient of a step is reads + last * weights.
     """
     kept = momenta.kept
     if not kept.numel():
-        return no_steps
+        return []
     factors, constants, warps = _of_momenta(momenta, size, _schedule(steps, coefficients))
     count, registers = kept[0].numel(), _registers(constants)
     if _laid_out(constants) and on_hopper(kept.device):
-        return Repeated(
+        backward = Repeated(
             hopper.momentum_backward, (count * len(momenta.places),), Each(momenta.entering),
             *map(Each, (*factors, momenta.share, kept, grads.reads, grads.last)), grads.weights,
             out_grad_momentum, Each(out_grad_last), Each(out_grad_kept), kept.shape[-1], count,
             warps=hopper.WARPS, **_taken(hopper.momentum_backward, constants),
         )  # fmt: skip
+        return [backward]
     programs = _programs(count * len(momenta.places), kept.device, warps, registers)
     scratch = _scratch(programs, factors[0], constants)
-    return Repeated(
+    backward = Repeated(
         kernels.momentum_backward, (programs,), Each(momenta.entering),
         *map(Each, (*factors, momenta.share, kept, made, grads.reads, grads.last)), grads.weights,
         out_grad_momentum, Each(out_grad_last), Each(out_grad_kept), scratch, kept.shape[-1], count,
         warps=warps, registers=registers, ROOM=_room(constants), **constants,
     )  # fmt: skip
+    return [backward]
 
 
 class _NewtonSchulz(torch.autograd.Function):

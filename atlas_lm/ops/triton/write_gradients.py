@@ -52,7 +52,10 @@ class Sums(NamedTuple):
 
 
 class WriteGradients:
-    """`write_gradients(n)` takes the gradients of the state from after piece n to before it."""
+    """Takes the gradients of the state from after a piece to before it."""
+
+    launches: list[Repeated]
+    """Of a piece; the last comes first."""
 
     def __init__(
         self, back: Backward, part: slice, here: Mixed, pulls: Tensor, stood: Stood,
@@ -96,10 +99,6 @@ class WriteGradients:
             NUMBER, count, z, s.heads, OWN=own, **narrow,
         )  # fmt: skip
         self.launches = [settle] if s.network == LINEAR else [pull, error, settle]
-
-    def __call__(self, n: int) -> None:
-        for repeated in self.launches:
-            repeated(n)
 
     def sums(self) -> Sums:
         dk = self.reads_dk + self.dk.sum(0)
