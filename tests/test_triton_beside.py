@@ -69,10 +69,10 @@ SMALL = {
 def test_a_segment_of_one_piece(name, kernel_device, monkeypatch):
     """Every piece is a segment then, and none may see what another has not settled yet."""
     monkeypatch.setattr(reads, "ROOM", 1)
-    hidden, seeds = None if name == "linear" else 16, 8 if kernel_device == "cuda" else 1
+    shape = {"hidden": 16} if name != "linear" else {}
     found = check_kernels(
-        SMALL[name], 8, 8, hidden, 40, before=5, heads=1, device=kernel_device,
-        dtype=torch.float32, seeds=seeds,
+        SMALL[name], 8, 8, tokens=40, before=5, heads=1, device=kernel_device,
+        dtype=torch.float32, seeds=8 if kernel_device == "cuda" else 1, **shape,
     )  # fmt: skip
     wrong = [str(each) for each in found if each.error > max(CLOSE, 3 * each.yardstick)]
     assert not wrong, wrong
