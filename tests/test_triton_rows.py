@@ -56,11 +56,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(launches, "launch", lambda kernel, grid, *args, **options: made)
     monkeypatch.setattr(launches, "stream_of", lambda device: 7)
     monkeypatch.setattr(rows, "stream_of", lambda device: 8)
-    monkeypatch.setattr(rows, "aside", lambda device, priority: None)
+    monkeypatch.setattr(rows, "aside", lambda device: None)
     cuda = {
         "CUDAGraph": Graph,
         "current_device": lambda: -1,
-        "current_stream": lambda device: SimpleNamespace(priority=0),
         "is_current_stream_capturing": lambda: here.capturing,
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda: None,

@@ -15,7 +15,6 @@ from atlas_lm.ops.triton.reads import (
     Mixed,
     Plan,
     Prepared,
-    ReadGradients,
     Tables,
     Way,
     Written,
@@ -101,16 +100,6 @@ def piece_bytes(plan: Plan, width: int) -> int:
     return plan.rows_and_heads * state
 
 
-class Opened(NamedTuple):
-    """Of a segment, what its gradients are made from."""
-
-    here: Mixed
-    pulls: Tensor
-    """`[n z j p]`: how much of each pair is in the weights and in the momentum after a piece."""
-    stood: Stood
-    found: ReadGradients
-
-
 class AdditiveBackward(Backward):
     pushes: Tensor
 
@@ -126,7 +115,7 @@ class AdditiveBackward(Backward):
         both = [self.g_weights, self.g_momentum][: self.plan.sizes.pulls]
         self.pushes = torch.stack(both, 1).to(self.k.dtype)
 
-    def open(self, part: slice, dy: Tensor, checkpoint: list) -> Opened:
+    def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         here, segment = self.mixed.at(part), checkpoint[-1] or self._again(part, checkpoint)
         checkpoint[-1] = None  # room for the next; another backward makes it again
         found = self.read_backward(part, dy, segment.written())
@@ -138,11 +127,7 @@ class AdditiveBackward(Backward):
         pulls = here.share[:, :, -1:]
         if here.push is not None:
             pulls = torch.cat([pulls, here.push], 2)
-        return Opened(here, pulls.contiguous(), stood, found)
-
-    def settle(self, part: slice, opened: Opened) -> None:
-        here, pulls, stood, found = opened
-        args = self, part, here, pulls, stood, found
+        args = self, part, here, pulls.contiguous(), stood, found
         if self.in_one_launch:
             self._leave(part, all_pieces(*args))
             return

@@ -222,16 +222,14 @@ class MuonBackward(Backward):
         self.pushes = self.k.new_empty(self.plan.rows_and_heads, s.pulls, s.size)
         self.pushes[:, -1] = self.g_momentum
 
-    def open(self, part: slice, dy: Tensor, checkpoint: list) -> tuple[Segment, ReadGradients]:
+    def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         weights, momentum, steps = checkpoint
         checkpoint[-1] = None  # room for the next; another backward makes them again
         carry = [weights, momentum, torch.empty_like(weights)]
-        args = self.plan, self.k, self.v, self.mixed.at(part), self.tables, part, carry
+        here = self.mixed.at(part)
+        args = self.plan, self.k, self.v, here, self.tables, part, carry
         segment = written_segment(*args, self.anchor, self.initial, keep=True, steps=steps)
-        return segment, self.read_backward(part, dy, segment.written())
-
-    def settle(self, part: slice, opened: tuple[Segment, ReadGradients]) -> None:
-        (segment, found), here = opened, self.mixed.at(part)
+        found = self.read_backward(part, dy, segment.written())
         s, z, count = self.plan.sizes, self.plan.rows_and_heads, segment.count
         of_steps = torch.empty(count, 2, len(places(s)), z, s.terms, device=self.k.device)
         assert here.push is not None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from atlas_lm.ops.triton.beside import Beside
 from atlas_lm.ops.triton.launch import launch, memory_of, processors
 from atlas_lm.ops.triton.layout import DOTS, monomials
 from atlas_lm.ops.triton.reading import read_kernel
@@ -22,9 +20,8 @@ from atlas_lm.ops.triton.reading_hidden import read_hidden_backward_kernel
 from atlas_lm.ops.triton.sizes import GATED, LINEAR, Sizes, by_blocks, prepares
 from atlas_lm.ops.triton.writing_resident import prepare_kernel
 
-ROOM = 3 * 2**27
-"""Bytes of states, factors and their gradients that one segment may take; in a backward there are
-two at a time."""
+ROOM = 2**29
+"""Bytes of states, factors and their gradients that one segment may take."""
 KEPT_SHARE = 128
 """One call may keep this part of a GPU's memory, at most what its `Way` says, from forward to
 backward instead of making it again: a model does for every layer, unless its blocks are computed
@@ -273,13 +270,7 @@ class Backward:
                 mine.copy_(given)
         self.anchor = None if anchor is None else anchor.to(self.k.dtype)
 
-    def open(self, part: slice, dy: Tensor, checkpoint: list) -> Any:
-        """Of a segment, what does not wait for the gradient of the state after it: what was
-        written, and the gradients of reading it."""
-        raise NotImplementedError
-
-    def settle(self, part: slice, opened: Any) -> None:
-        """The gradients of writing it, from that of the state after it to that before it."""
+    def segment(self, part: slice, dy: Tensor, checkpoint: list) -> None:
         raise NotImplementedError
 
     def read_backward(self, part: slice, dy: Tensor, written: Written) -> ReadGradients:
@@ -421,13 +412,8 @@ class Run(torch.autograd.Function):
         back = ctx.way.backward(plan, q, k, v, mixed, ctx.tables, initial, branch)
         back.begin(g_weights, g_momentum, g_anchors, anchor)
         parts = list(zip(plan.segments(k.dtype), ctx.checkpoints, strict=True))
-        beside, opened = Beside(q.device), None
         for part, checkpoint in reversed(parts):
-            following = back.open(part, dy[part].contiguous(), checkpoint)
-            beside.join()
-            opened = following  # no sooner: the one before was in use until now
-            beside.run(partial(back.settle, part, opened))
-        beside.join()
+            back.segment(part, dy[part].contiguous(), checkpoint)
         return None, None, *back.gradients(dy, slow)
 
 

@@ -81,7 +81,7 @@ def recorded(launches: Sequence[Repeated], pieces: range) -> torch.cuda.CUDAGrap
     """Not by `torch.cuda.graph`, which empties the allocator's cache: all addresses that come
     would be others."""
     graph, device = torch.cuda.CUDAGraph(), launches[0].device
-    with torch.cuda.stream(aside(device, torch.cuda.current_stream(device).priority)):
+    with torch.cuda.stream(aside(device)):
         stream = stream_of(device)
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -94,10 +94,9 @@ def recorded(launches: Sequence[Repeated], pieces: range) -> torch.cuda.CUDAGrap
 
 
 @cache
-def aside(device: int, priority: int) -> torch.cuda.Stream:
-    """Where rows are recorded: a stream of its own, as recording wants it; kernels take its
-    priority along."""
-    return torch.cuda.Stream(device, priority=priority)
+def aside(device: int) -> torch.cuda.Stream:
+    """Where rows are recorded: a stream of its own, as recording wants it."""
+    return torch.cuda.Stream(device)
 
 
 ROWS = Rows()
