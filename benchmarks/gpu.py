@@ -46,6 +46,9 @@ class Deadline:
         return self.end is not None and time.monotonic() > self.end
 
 
+ENDLESS = Deadline(None)
+
+
 def require_cuda() -> None:
     """Say so in one line and exit with 2 where there is no GPU."""
     if not torch.cuda.is_available():

@@ -16,6 +16,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,8 +55,9 @@ def main() -> None:
     report: dict = {"machine": gpu.machine()}
     if options.curve:
         out = options.out or RESULTS / "curve.json"
-        report["curve"] = curves(options.mixers.split(",")[0], options.steps)
-        gpu.write(report, out)
+        deadline = gpu.Deadline(options.budget)
+        for report["curve"] in curves(options.mixers.split(",")[0], options.steps, deadline):
+            gpu.write(report, out)
         if find_spec("matplotlib") is not None:
             figures.draw(report, out.with_suffix(".png"))
         print(f"largest difference of the losses: {report['curve']['largest_difference']:.3g} nats")
@@ -92,6 +94,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="of --curve")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps: at least 1, not {options.steps}")
     unknown = sorted(set(options.sizes.split(",")) - SIZES.keys())
     if unknown:
         parser.error(f"--sizes: unknown {', '.join(unknown)}; known are {', '.join(SIZES)}")
@@ -240,27 +244,31 @@ def graph_seconds(model: LanguageModel, state: ModelState, steps: int) -> float 
 # The same training twice
 
 
-def curves(mixer: str, steps: int, size: str = "100M", batch: int = 4, tokens: int = 512) -> dict:
-    """Losses of every step with kernels and without, from one seed on the same data."""
-    losses = {}
-    for impl in ("chunked", "triton"):
-        model = model_of(config_of(size, mixer, impl, vocab=256))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-        random = torch.Generator().manual_seed(1)
-        losses[impl] = [
-            float(training_step(model, optimizer, markov_bytes(batch, tokens + 1, random)))
-            for _ in tqdm(range(steps), f"{mixer}, {impl}", file=sys.stderr)
-        ]
-        model = optimizer = None
-    pairs = zip(losses["chunked"], losses["triton"], strict=True)
-    return {
-        "mixer": mixer,
-        "size": size,
-        "batch": batch,
-        "tokens": tokens,
-        "losses": losses,
-        "largest_difference": max(abs(a - b) for a, b in pairs),
+def curves(
+    mixer: str, steps: int, deadline: gpu.Deadline = gpu.ENDLESS, size: str = "100M",
+    batch: int = 4, tokens: int = 512,
+) -> Iterator[dict]:  # fmt: skip
+    """Losses of every step with kernels and without, from one seed on the same data, so far.
+
+    Step by step beside each other: one that ends early has compared what it made.
+    """
+    losses: dict[str, list[float]] = {"chunked": [], "triton": []}
+    found: dict = {"mixer": mixer, "size": size, "batch": batch, "tokens": tokens, "losses": losses}
+    models = {impl: model_of(config_of(size, mixer, impl, vocab=256)) for impl in losses}
+    optimizers = {
+        impl: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        for impl, model in models.items()
     }
+    random = torch.Generator().manual_seed(1)
+    for _ in tqdm(range(steps), f"{mixer}, with kernels and without", file=sys.stderr):
+        ids = markov_bytes(batch, tokens + 1, random)
+        for impl, model in models.items():
+            losses[impl].append(float(training_step(model, optimizers[impl], ids)))
+        pairs = zip(*losses.values(), strict=True)
+        found["largest_difference"] = max(abs(a - b) for a, b in pairs)
+        yield found
+        if deadline.passed():
+            return
 
 
 def markov_bytes(batch: int, tokens: int, random: torch.Generator) -> Tensor:

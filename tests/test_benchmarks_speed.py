@@ -132,7 +132,7 @@ def test_a_graph_with_other_numbers_gets_no_speed(on_cpu, monkeypatch, wrong):
 
     monkeypatch.setattr(gpu, "Recorded", recorded)
     make = partial(speed.layer_of, speed.ROWS["delta_net"], "chunked")
-    found = speed.replayed(make, 1, 9, quick=True, deadline=gpu.Deadline(None))
+    found = speed.replayed(make, 1, 9, quick=True, deadline=gpu.ENDLESS)
     assert found == {"not_replayed": f"off by {0.02 if wrong == wrong else wrong:.2g}"}
 
 
@@ -199,11 +199,22 @@ def test_the_same_training_twice_gives_one_curve(small_models, monkeypatch):
     monkeypatch.setattr(
         models, "config_of", lambda size, mixer, impl, vocab: plain(size, mixer, vocab=vocab)
     )
-    curve = models.curves("delta_net", steps=12, batch=2, tokens=64)
+    made = list(models.curves("delta_net", steps=12, batch=2, tokens=64))
+    curve = made[-1]
+    assert len(made) == len(curve["losses"]["chunked"]) == 12
     assert curve["largest_difference"] == 0
     losses = curve["losses"]["triton"]
     assert 5 < losses[0] < 6
     assert losses[-1] < losses[0]
+
+
+def test_curves_that_run_out_of_time_keep_what_they_have(small_models, monkeypatch):
+    plain = models.config_of
+    monkeypatch.setattr(
+        models, "config_of", lambda size, mixer, impl, vocab: plain(size, mixer, vocab=vocab)
+    )
+    (curve,) = models.curves("delta_net", 12, gpu.Deadline(0), batch=2, tokens=64)
+    assert [len(losses) for losses in curve["losses"].values()] == [1, 1]
 
 
 def test_bytes_follow_one_another_as_the_table_says(on_cpu):
