@@ -1,10 +1,15 @@
 """A model that reads one token after another in tensors that stay where they are.
 
 Where everything stands still, a GPU can be given a whole step at once: `GraphedStep` records it as
-a CUDA graph, and Python asks for one replay a token instead of some hundred kernels a layer.
+CUDA graphs, and Python asks for one replay a token instead of some hundred kernels a layer.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +18,7 @@ from atlas_lm.cuda_graph import recording, warm_up
 from atlas_lm.models.lm import LanguageModel, ModelState
 from atlas_lm.nn.attention import Attention
 from atlas_lm.nn.memory import MemoryLayer
+from atlas_lm.ops.step import KnownPositions
 from atlas_lm.ops.validation import looks_at_values
 
 
@@ -115,11 +121,15 @@ class FixedStep:
         # one row as `generate.read` does it: other shapes may round otherwise
         one = x.shape[0] == 1
         logits = self.model.logits(x[0, -1])[None] if one else self.model.logits(x[:, -1])
-        held, made = self._held.tensors().values(), state.tensors().values()
-        homes = {t.untyped_storage().data_ptr() for t in held if t.numel()}
+        held, made = self._held.tensors(), state.tensors()
+        moved = [name for name, t in made.items() if not _the_same(t, held[name])]
+        homes = {t.untyped_storage().data_ptr() for t in held.values() if t.numel()}
         # a tensor that was only moved within the state must not be overwritten on the way
-        safe = [t.clone() if t.untyped_storage().data_ptr() in homes else t for t in made]
-        _copy(safe, list(held))
+        safe = [
+            t.clone() if t.untyped_storage().data_ptr() in homes else t
+            for t in map(made.__getitem__, moved)
+        ]
+        _copy(safe, [held[name] for name in moved])
         return logits
 
     @torch.no_grad()
@@ -136,32 +146,82 @@ class FixedStep:
 
 
 class GraphedStep(FixedStep):
-    """The same as one CUDA graph, recorded once: `GraphedStep(model, state).step(tokens)`.
+    """The same as CUDA graphs: `GraphedStep(model, state).step(tokens)`.
 
-    It reads the weights of the model where they are now: they may be trained on in place, but not
-    moved or replaced. What a step holds (state, logits, room to work) is its own.
+    A step at the end of a chunk, or one that muon takes, is another graph than those between; each
+    is recorded when it first comes. They read the weights of the model where they are now: they may
+    be trained on in place, but not moved or replaced. What a step holds (state, logits, room to
+    work) is its own.
     """
 
     why_not = staticmethod(why_not_graphed)
 
     @torch.inference_mode(False)
     def __init__(self, model: LanguageModel, state: ModelState):
+        self._graphs: dict[Any, Callable[[], Tensor]] = {}
+        self._pool: Any = None
+        self._asked: set[tuple[int, int]] = set()
         super().__init__(model, state)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._tokens.device):
-            self._logits = self._recorded()
-        # recording has read tokens of its own
-        self.load(state)
+        self._of_this_kind()
 
-    def _recorded(self) -> Tensor:
-        warm_up(self._advance)
-        with recording(self._graph):
-            return self._advance()
+    def load(self, state: ModelState) -> None:
+        super().load(state)
+        self._places = self._positions()
 
+    def _positions(self) -> KnownPositions | None:
+        """Where the rows are, if all layers agree on it."""
+        held = self._held.tensors()
+        counts = [t for name, t in held.items() if name.endswith("memory.position")]
+        if not all(torch.equal(t, self._held.position) for t in counts):
+            return None
+        return KnownPositions(self._held.position.tolist(), self._asked)
+
+    @torch.inference_mode(False)
     def _run(self) -> Tensor:
+        logits = self._of_this_kind()()
+        if self._places is not None:
+            self._places = self._places.moved_on()
+        return logits
+
+    def _of_this_kind(self) -> Callable[[], Tensor]:
+        """The graph of a step from where the rows are."""
+        places = self._places
+        kind = None if places is None else places.kind()
+        if kind not in self._graphs:
+            tokens, before = self._tokens.clone(), self.state
+            with answers_of(places):
+                made = self._recorded()
+            # recording has read tokens of its own, and may have asked more
+            self.load(before)
+            self._tokens.copy_(tokens)
+            kind = None if places is None else places.kind()
+            self._graphs[kind] = made
+        return self._graphs[kind]
+
+    def _recorded(self) -> Callable[[], Tensor]:
+        """A step, to be gone through again by a call."""
         with torch.cuda.device(self._tokens.device):
-            self._graph.replay()
-        return self._logits
+            warm_up(self._advance)
+            graph = torch.cuda.CUDAGraph()
+            with recording(graph, self._pool):
+                logits = self._advance()
+        self._pool = graph.pool()
+        return partial(self._replay, graph, logits)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, logits: Tensor) -> Tensor:
+        with torch.cuda.device(self._tokens.device):
+            graph.replay()
+        return logits
+
+
+def answers_of(places: KnownPositions | None) -> AbstractContextManager[None]:
+    return nullcontext() if places is None else places.answering()
+
+
+def _the_same(a: Tensor, b: Tensor) -> bool:
+    """One tensor under two names."""
+    alike = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return alike and a.data_ptr() == b.data_ptr()
 
 
 def _copy(source: list[Tensor], target: list[Tensor]) -> None:

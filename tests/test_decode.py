@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_lm import RULES, LanguageModel, ModelConfig, Rule
-from atlas_lm.decode import FixedStep, GraphedStep, why_not_fixed, why_not_graphed
+from atlas_lm import RULES, LanguageModel, MemoryState, ModelConfig, ModelState, Rule
+from atlas_lm.decode import FixedStep, GraphedStep, answers_of, why_not_fixed, why_not_graphed
 from atlas_lm.generate import WORTH_A_GRAPH, Sampling, generate, read
+from atlas_lm.ops import step as step_module
 from atlas_lm.ops import validation
 from atlas_lm.testing import assert_close
 
@@ -117,6 +118,90 @@ def test_it_may_be_made_in_inference_mode_and_used_outside():
     found.append(stepped(step, ids[:, 4:]))
     assert not found[1].requires_grad
     assert_close({"y": torch.cat(found, 1)}, {"y": expected[:, 2:]}, "in and outside")
+
+
+class Kept(GraphedStep):
+    """Instead of a graph, the step with what was known of the rows when it would be recorded."""
+
+    why_not = staticmethod(why_not_fixed)
+
+    def _recorded(self):
+        places = self._places
+        for _ in range(3):
+            self._advance()
+
+        def replay():
+            with answers_of(places):
+                return self._advance()
+
+        return replay
+
+
+@every_model
+@torch.no_grad()
+def test_a_graph_for_every_kind_of_step(name, monkeypatch):
+    """Rows at one place, over borders of chunk, stride and segment; from each to the next model."""
+    monkeypatch.setattr(step_module, "looking_is_free", lambda device: False)
+    model, ids = tiny(name).double(), ids_of(2, 25)
+    expected, end = model(ids)
+    _, state = model(ids[:, :5])
+    step = Kept(model, state)
+    found = stepped(step, ids[:, 5:])
+    assert_close(
+        values("y", found, step.state), values("y", expected[:, 5:], end), "kinds of steps"
+    )
+    kinds = {"titans": 2, "atlas": 4, "yaad": 2, "mac": 4}
+    assert len(step._graphs) == kinds.get(name, 1)
+
+
+@torch.no_grad()
+def test_rows_at_different_places_have_kinds_of_their_own(monkeypatch):
+    monkeypatch.setattr(step_module, "looking_is_free", lambda device: False)
+    model, ids = tiny("atlas").double(), ids_of(2, 25)
+    rows = [model(ids[i : i + 1, :n]) for i, n in ((0, 5), (1, 7))]
+    step = Kept(model, ModelState.stack([state for _, state in rows]))
+    found = stepped(step, torch.stack([ids[0, 5:17], ids[1, 7:19]]))
+    for i, n in ((0, 5), (1, 7)):
+        alone, _ = model(ids[i : i + 1, : n + 12])
+        assert_close({"y": found[i : i + 1]}, {"y": alone[:, n:]}, f"row {i}")
+    assert (False, False) in {answer for kind in step._graphs for answer in kind}
+
+
+@torch.no_grad()
+def test_a_loaded_state_may_be_at_another_place(monkeypatch):
+    monkeypatch.setattr(step_module, "looking_is_free", lambda device: False)
+    model, ids = tiny("titans").double(), ids_of(1, 12)
+    step = Kept(model, model.begin(1))
+    stepped(step, ids[:, :6])
+    _, state = model(ids[:, :2])
+    step.load(state)
+    expected, _ = model(ids)
+    assert_close({"y": stepped(step, ids[:, 2:])}, {"y": expected[:, 2:]}, "after a load")
+
+
+@torch.no_grad()
+def test_layers_that_disagree_on_the_place_are_one_kind(monkeypatch):
+    monkeypatch.setattr(step_module, "looking_is_free", lambda device: False)
+    model, ids = tiny("titans").double(), ids_of(1, 12)
+    expected, _ = model(ids)
+    state = model(ids[:, :6])[1]
+    step = Kept(model, replace(state, position=state.position + 1))
+    assert_close({"y": stepped(step, ids[:, 6:])}, {"y": expected[:, 6:]}, "as they come")
+    assert list(step._graphs) == [None]
+
+
+@torch.no_grad()
+def test_what_does_not_change_is_not_copied(monkeypatch):
+    """Nothing of the anchor but at the end of a chunk."""
+    # on a CPU alone, tiny numbers are made 0 in a copy
+    monkeypatch.setattr(MemoryState, "without_subnormals", lambda state: state)
+    model = tiny("titans")
+    step = FixedStep(model, model.begin(1))
+    before = {n: t._version for n, t in step._held.tensors().items() if "anchor" in n}
+    stepped(step, ids_of(1, 3))
+    assert {n: step._held.tensors()[n]._version for n in before} == before
+    stepped(step, ids_of(1, 1))
+    assert all(step._held.tensors()[n]._version > v for n, v in before.items())
 
 
 class Swaps(LanguageModel):

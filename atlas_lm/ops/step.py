@@ -11,6 +11,9 @@ the calls are the same for every token, as a CUDA graph needs them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,7 +47,7 @@ def memorize_step(
     q = tokens.q.transpose(1, 2)
     lin = Frozen(weights, outer.slow, product)
     y = network_of(rule)(lin, add_residual(q, outer.slow, product), phi(q))
-    ends = rows_at(state.position + 1, rule.chunk)
+    ends = rows_at(state.position, rule.chunk, ahead=1)
     state = replace(
         state,
         weights=weights,
@@ -56,15 +59,57 @@ def memorize_step(
     return y.transpose(1, 2), state
 
 
-def rows_at(position: Position, multiple: int) -> Flags:
-    """Rows at a multiple of this many tokens. On a CPU looking is free, and spares work."""
+class KnownPositions:
+    """Where all rows are, for whoever records a step: `kind` tells apart steps that differ by it.
+
+    What steps ask is noted, so that it is known what they may differ by.
+    """
+
+    def __init__(self, rows: Iterable[int], asked: set[tuple[int, int]]):
+        self.rows, self.asked = frozenset(rows), asked
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Inside, `rows_at` asks here."""
+        token = _known.set(self)
+        try:
+            yield
+        finally:
+            _known.reset(token)
+
+    def at(self, multiple: int, ahead: int) -> tuple[bool, bool]:
+        """Whether all rows are at a multiple, and whether none is, so many tokens ahead."""
+        self.asked.add((multiple, ahead))
+        found = {(position + ahead) % multiple == 0 for position in self.rows}
+        return False not in found, True not in found
+
+    def kind(self) -> tuple[tuple[bool, bool], ...]:
+        """The answers to all that was ever asked."""
+        return tuple(self.at(*question) for question in sorted(self.asked))
+
+    def moved_on(self) -> KnownPositions:
+        """After one more token in every row."""
+        return KnownPositions((position + 1 for position in self.rows), self.asked)
+
+
+_known: ContextVar[KnownPositions | None] = ContextVar("known positions", default=None)
+
+
+def rows_at(position: Position, multiple: int, ahead: int = 0) -> Flags:
+    """Rows at a multiple of this many tokens, once they have read some more. On a CPU looking is
+    free, and spares work."""
     if multiple == 1:
         return Flags(torch.ones_like(position, dtype=torch.bool), all=True, none=False)
-    rows = position % multiple == 0
-    if not looking_is_free(position.device):
+    known = _known.get()
+    if known is not None:
+        every, none = known.at(multiple, ahead)
+        if every or none:
+            return Flags(torch.full_like(position, every, dtype=torch.bool), every, none)
+    rows = (position + ahead) % multiple == 0
+    if known is not None or not looking_is_free(position.device):
         return Flags(rows, all=False, none=False)
-    known = rows.tolist()
-    return Flags(rows, all=all(known), none=not any(known))
+    found = rows.tolist()
+    return Flags(rows, all=all(found), none=not any(found))
 
 
 def looking_is_free(device: torch.device) -> bool:
@@ -145,7 +190,7 @@ def _muon_steps(
     rule: Rule, position: Position, momentum: Weights, rate: Tensor, product: Product
 ) -> Weights | None:
     """What the stride points among the rows add to their weights; None where it is known: none."""
-    live = rows_at(position + 1, rule.stride)
+    live = rows_at(position, rule.stride, ahead=1)
     if live.none:
         return None
     rate = live.select(rate, torch.zeros_like(rate))

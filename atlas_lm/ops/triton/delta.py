@@ -155,13 +155,15 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, alpha: Tensor) -> dict[str, Ten
     n, b, h, length = plan.sizes
     empty, like = partial(torch.empty, device=k.device), torch.empty_like
     memory = (b, h, plan.d_k, plan.d_v)
+    # of few tokens nothing else is rounded as much as the memory that enters
+    carried = torch.float32 if n == 1 else k.dtype
     return {
         "inverse": empty(n, b, h, length, length) if plan.tracked else like(alpha),
         "errors": like(v, dtype=torch.float32),
         "seen": like(k),
         "kept": like(alpha),
         "ends": like(alpha),
-        "entered": empty(n, *memory, dtype=k.dtype),
+        "entered": empty(n, *memory, dtype=carried),
         "written": like(v),
         "final": empty(memory),
         "y": like(v),
