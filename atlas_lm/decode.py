@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from atlas_lm.cuda_graph import recording, warm_up
+from atlas_lm.models.block import MemoryAsContext
 from atlas_lm.models.lm import LanguageModel, ModelState
 from atlas_lm.nn.attention import Attention
 from atlas_lm.nn.memory import MemoryLayer
-from atlas_lm.ops.step import KnownPositions
+from atlas_lm.ops.step import KnownPositions, in_place
 from atlas_lm.ops.validation import looks_at_values
 
 
@@ -72,6 +73,8 @@ class FixedStep:
         if reason is not None:
             raise ValueError(f"{type(self).__name__}: {reason}")
         self.model = model
+        # MAC looks at the memory as it was after the memory has moved on
+        self._moves = not any(isinstance(m, MemoryAsContext) for m in model.modules())
         device = model.embedding.weight.device
         self._tokens = torch.zeros(state.batch, 1, dtype=torch.int64, device=device)
         self._held = self._buffers(state)
@@ -117,7 +120,8 @@ class FixedStep:
     @torch.no_grad()
     def _advance(self) -> Tensor:
         """One step from buffers to buffers; the logits."""
-        x, state = self.model.encode(self._tokens, self._held)
+        with in_place() if self._moves else nullcontext():
+            x, state = self.model.encode(self._tokens, self._held)
         # one row as `generate.read` does it: other shapes may round otherwise
         one = x.shape[0] == 1
         logits = self.model.logits(x[0, -1])[None] if one else self.model.logits(x[:, -1])

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-OURS, PEER, TARGET, GOAL = "#2a6f97", "#adb5bd", "#e07a1f", "#2b9348"
+OURS, RECORDED, PEER, TARGET, GOAL = "#2a6f97", "#014f86", "#adb5bd", "#e07a1f", "#2b9348"
 LINES = ("#2a6f97", "#d1495b", "#2b9348", "#8e5ea2", "#e09f3e", "#00798c", "#5c4742")
 
 
@@ -76,12 +76,14 @@ def bars(rows: list[dict]) -> list[dict]:
 
 
 def draw_layers(axis, rows: list[dict]) -> None:
-    """Bars of milliseconds, forward inside; on a log axis, for they span two decades."""
+    """Bars of milliseconds, recorded ones inside; on a log axis, for they span two decades."""
     shown = bars(rows)
     places = range(len(shown), 0, -1)
     for y, row in zip(places, shown, strict=True):
         ms, colour = row["forward_backward_ms"], PEER if row["peer"] else OURS
         axis.barh(y, ms, height=0.66, color=colour)
+        if "replayed_ms" in row:
+            axis.barh(y, row["replayed_ms"], height=0.26, color=RECORDED)
         for key, mark in (("first_target_ms", TARGET), ("goal_ms", GOAL)):
             if row.get(key):
                 axis.plot([row[key]] * 2, [y - 0.42, y + 0.42], color=mark, lw=2.5)
@@ -97,7 +99,8 @@ def draw_layers(axis, rows: list[dict]) -> None:
     first = shown[0]
     axis.set_title(f"One layer, forward + backward, {first['batch']} x {first['tokens']:,} tokens")
     axis.set_xlabel("ms")
-    handles = [axis.barh([0], [0], color=c, label=n) for n, c in (("ours", OURS), ("peer", PEER))]
+    named = ("ours", OURS), ("recorded", RECORDED), ("peer", PEER)
+    handles = [axis.barh([0], [0], color=c, label=n) for n, c in named]
     handles += [
         axis.plot([], [], color=c, lw=2.5, label=n)[0]
         for n, c in (("first target", TARGET), ("goal", GOAL))
@@ -106,8 +109,10 @@ def draw_layers(axis, rows: list[dict]) -> None:
 
 
 def draw_lengths(axis, rows: list[dict]) -> None:
-    """What a token costs against the length of the sequence."""
-    draw_lines(axis, rows, "layer", "forward_backward_us_a_token")
+    """What a token costs against the length of the sequence: ours recorded, as peers are called."""
+    called, replayed = "forward_backward_us_a_token", "replayed_us_a_token"
+    best = [row | {called: row[replayed]} if replayed in row else row for row in rows]
+    draw_lines(axis, best, "layer", called)
     axis.set_title("What a token costs, forward + backward, one sequence")
     axis.set_ylabel("microseconds a token")
 

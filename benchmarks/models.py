@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -67,15 +68,16 @@ def main() -> None:
     save = partial(gpu.write, report, out)
     mixers = [*select(options.mixers), "attention"]
     sizes = options.sizes.split(",")
-    for size in sizes:
-        for mixer in mixers:
+    if options.only != "decoding":
+        for size, mixer in product(sizes, mixers):
             train(report["training"], size, mixer, options.lengths, options.quick, deadline, save)
-    if "100M" in sizes:
-        row = trained("100M", "atlas_r1", PER_TOKEN["tokens"], options.quick, deadline)
-        report["per_token"] = PER_TOKEN | row
-    for size in sizes:
-        report["crossing"] += [crossing(report["training"], size, mixer) for mixer in mixers[:-1]]
-        for mixer in mixers:
+        if "100M" in sizes:
+            row = trained("100M", "atlas_r1", PER_TOKEN["tokens"], options.quick, deadline)
+            report["per_token"] = PER_TOKEN | row
+        rivals = product(sizes, mixers[:-1])
+        report["crossing"] = [crossing(report["training"], size, mixer) for size, mixer in rivals]
+    if options.only != "training":
+        for size, mixer in product(sizes, mixers):
             decode(report["decoding"], size, mixer, options.quick, deadline, save)
     save()
     show(report)
@@ -88,6 +90,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--mixers", default=MIXERS, help=f"of {', '.join(ROWS)}; * allowed")
     parser.add_argument("--lengths", type=whole_numbers, default=LENGTHS)
+    parser.add_argument("--only", choices=("training", "decoding"), help="one of the two")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun")
     parser.add_argument("--curve", action="store_true", help="losses with kernels and without")

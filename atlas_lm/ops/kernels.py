@@ -41,7 +41,35 @@ def why_not(rule: Rule, q: Tensor, v: Tensor, weights: Weights) -> str | None:
     )
 
 
+def why_not_step(rule: Rule, q: Tensor, v: Tensor) -> str | None:
+    """The reason why no kernel reads one token a row, outside of a graph, or None."""
+    reason = why_not_memory(rule)
+    if reason is not None:
+        return reason
+    if not q.is_cuda:
+        return f"tensors on {q.device.type}"
+    if rule.window > LONGEST:
+        return f"window={rule.window}: at most {LONGEST}"
+    if max(q.shape[-1], v.shape[-1]) > WIDEST:
+        return f"d_k={q.shape[-1]}, d_v={v.shape[-1]}: at most {WIDEST}"
+    return why_not_here(q) if q.dtype == torch.float32 else f"a state of {q.dtype}"
+
+
 def why_not_rule(rule: Rule) -> str | None:
+    reason = why_not_memory(rule)
+    if reason is not None:
+        return reason
+    if rule.chunk == 1 and not (is_delta_rule(rule) and rule.features == "identity"):
+        return "chunk=1, but for the delta rule on identity features"
+    if rule.chunk > LONGEST or rule.window - 1 > LONGEST:
+        return f"chunk={rule.chunk}, window={rule.window}: at most {LONGEST} and {LONGEST + 1}"
+    if rule.optimizer == "muon" and rule.ns_steps > MOST_ITERATIONS:
+        return f"ns_steps={rule.ns_steps}: at most {MOST_ITERATIONS}"
+    return None
+
+
+def why_not_memory(rule: Rule) -> str | None:
+    """Of what a memory is, and what it learns from a pair."""
     if rule.custom:
         return f"a function given as {', '.join(rule.custom)}"
     if rule.features not in ("identity", "polynomial") or (
@@ -53,12 +81,6 @@ def why_not_rule(rule: Rule) -> str | None:
         return f"fades_to={rule.fades_to!r}"
     if rule.objective not in ("l2", "dot"):
         return f"objective={rule.objective!r}"
-    if rule.chunk == 1 and not (is_delta_rule(rule) and rule.features == "identity"):
-        return "chunk=1, but for the delta rule on identity features"
-    if rule.chunk > LONGEST or rule.window - 1 > LONGEST:
-        return f"chunk={rule.chunk}, window={rule.window}: at most {LONGEST} and {LONGEST + 1}"
-    if rule.optimizer == "muon" and rule.ns_steps > MOST_ITERATIONS:
-        return f"ns_steps={rule.ns_steps}: at most {MOST_ITERATIONS}"
     return None
 
 

@@ -12,7 +12,7 @@ from atlas_lm.ops.delta import is_delta_rule, memorize_delta
 from atlas_lm.ops.exponential import memorize_exponential
 from atlas_lm.ops.features import default_coefficients, features_of
 from atlas_lm.ops.gradients import hides_parameters
-from atlas_lm.ops.kernels import preferred, why_not
+from atlas_lm.ops.kernels import preferred, why_not, why_not_step
 from atlas_lm.ops.networks import fast_at_first, past_widths, slow_of
 from atlas_lm.ops.precision import product_for, state_dtype, without_autocast
 from atlas_lm.ops.reference import memorize_reference
@@ -80,7 +80,8 @@ def memorize(
         elif by_kernels:
             y, state = _kernels(rule)(tokens, outer, state)
         elif is_step(rule, tokens):
-            y, state = memorize_step(tokens, outer, state, product)
+            by_kernel = impl == "auto" and not tracked and why_not_step(rule, q, v) is None
+            y, state = memorize_step(tokens, outer, state, product, by_kernel)
         else:
             y, state = _parallel_form(rule)(tokens, outer, state, product, not hidden)
     if not tracked and q.device.type == "cpu":

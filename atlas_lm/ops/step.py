@@ -38,25 +38,54 @@ def is_step(rule: Rule, tokens: Tokens) -> bool:
 
 
 def memorize_step(
-    tokens: Tokens, outer: Outer, state: MemoryState, product: Product
+    tokens: Tokens, outer: Outer, state: MemoryState, product: Product, by_kernel: bool = False
 ) -> tuple[Values, MemoryState]:
-    """Exactly one token a row, none masked and none that begins a document."""
-    rule, phi = state.rule, features_of(state.rule, outer.coefficients)
-    seen = _Seen.of(tokens, state)
-    weights, momentum = _written(state, outer, product, seen, tokens.gates)
-    q = tokens.q.transpose(1, 2)
-    lin = Frozen(weights, outer.slow, product)
-    y = network_of(rule)(lin, add_residual(q, outer.slow, product), phi(q))
+    """Exactly one token a row, none masked and none that begins a document.
+
+    by_kernel: in one launch, but for muon's steps. Nothing of it is on a graph then.
+    """
+    rule = state.rule
+    pairs, kept = _window(tokens, state)
     ends = rows_at(state.position, rule.chunk, ahead=1)
-    state = replace(
-        state,
-        weights=weights,
-        anchor={n: ends.select(w, state.anchor[n]) for n, w in weights.items()},
-        momentum=momentum,
-        position=state.position + 1,
-        **seen.kept,
+    live = rows_at(state.position, rule.stride, ahead=1) if rule.optimizer == "muon" else None
+    if by_kernel and (live is None or live.none):
+        from atlas_lm.ops.triton.step import step
+
+        y, *moved = step(
+            tokens.q, pairs["keys"], pairs["values"], tokens.gates, outer, state, ends,
+            in_place=_in_place.get(),
+        )  # fmt: skip
+    else:
+        seen = _Seen.of(pairs, tokens.gates.importance, state)
+        weights, momentum = _written(state, outer, product, seen, tokens.gates, live)
+        anchor = {n: ends.select(w, state.anchor[n]) for n, w in weights.items()}
+        y, moved = _read(tokens.q, weights, outer, rule, product), (weights, anchor, momentum)
+    weights, anchor, momentum = moved
+    position = state.position + 1
+    return y, replace(
+        state, weights=weights, anchor=anchor, momentum=momentum, position=position, **kept
     )
-    return y.transpose(1, 2), state
+
+
+def _read(q: Tensor, weights: Weights, outer: Outer, rule: Rule, product: Product) -> Tensor:
+    """What the memory says of the queries, `[b 1 h v]`."""
+    x, lin = q.transpose(1, 2), Frozen(weights, outer.slow, product)
+    f = features_of(rule, outer.coefficients)(x)
+    return network_of(rule)(lin, add_residual(x, outer.slow, product), f).transpose(1, 2)
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """Inside, a step on a GPU may move a memory where it is: whoever gives it a state has no other
+    use for it, and looks at what is returned."""
+    token = _in_place.set(True)
+    try:
+        yield
+    finally:
+        _in_place.reset(token)
+
+
+_in_place: ContextVar[bool] = ContextVar("a step moves the state in place", default=False)
 
 
 class KnownPositions:
@@ -117,54 +146,57 @@ def looking_is_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def _window(tokens: Tokens, state: MemoryState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The pairs that a step is taken on, oldest first, `[b c h .]`, and those of the next token."""
+    pairs = {"keys": tokens.k, "values": tokens.v}
+    if tokens.gates.threshold is not None:
+        pairs["thresholds"] = tokens.gates.threshold
+    if state.rule.window == 1:
+        return pairs, {}
+    pairs = {n: torch.cat([getattr(state, n), x], 1) for n, x in pairs.items()}
+    return pairs, {n: x[:, 1:] for n, x in pairs.items()}
+
+
 class _Seen(NamedTuple):
-    """The pairs that a step is taken on, oldest first, `[b h c .]`."""
+    """The pairs as sums take them, `[b h c .]`."""
 
     k: Tensor
     v: Tensor
     threshold: Tensor | None
     weight: Tensor
     """gamma, 0 before the document, `[b h c 1]`."""
-    kept: dict[str, Tensor]
-    """The window of the next token, as the state names it."""
 
     @classmethod
-    def of(cls, tokens: Tokens, state: MemoryState) -> _Seen:
-        gamma, threshold, c = tokens.gates.importance, tokens.gates.threshold, state.rule.window
-        pairs, kept = {"keys": tokens.k, "values": tokens.v}, {}
-        if threshold is not None:
-            pairs["thresholds"] = threshold
+    def of(cls, pairs: dict[str, Tensor], gamma: Tensor, state: MemoryState) -> _Seen:
+        c = state.rule.window
         if c > 1:
-            pairs = {n: torch.cat([getattr(state, n), x], 1) for n, x in pairs.items()}
-            kept = {n: x[:, 1:] for n, x in pairs.items()}
             reach = torch.arange(c, device=gamma.device) <= state.position[:, None]
             gamma = (gamma * reach[:, None, None]).flip(-1)
         by_head = {n: x.transpose(1, 2) for n, x in pairs.items()}
         weight = gamma.squeeze(1).unsqueeze(-1)
-        return cls(by_head["keys"], by_head["values"], by_head.get("thresholds"), weight, kept)
+        return cls(by_head["keys"], by_head["values"], by_head.get("thresholds"), weight)
 
 
 def _written(
-    state: MemoryState, outer: Outer, product: Product, seen: _Seen, gates: Gates
-) -> tuple[Weights, Weights]:
-    """The weights and the momentum after the token."""
+    state: MemoryState, outer: Outer, product: Product, seen: _Seen, gates: Gates,
+    live: Flags | None,
+) -> tuple[Weights, Weights]:  # fmt: skip
+    """The weights and the momentum after the token. `live`: rows where muon steps."""
     rule = state.rule
     alpha, eta = (g.mT.unsqueeze(-1) for g in (gates.retention, gates.rate))
     xs, us = _factors(state, outer, product, seen, alpha)
-    inside = rule.optimizer != "muon" or rule.eta_inside
+    inside = live is None or rule.eta_inside
     share = seen.weight * -eta if inside else -seen.weight
     pushed = {n: _outer_sum(share, us[n], xs[n], product) for n in state.weights}
     if gates.momentum is None:
         return {n: torch.addcmul(pushed[n], alpha, w) for n, w in state.weights.items()}, {}
     theta = gates.momentum.mT.unsqueeze(-1)
     momentum = {n: torch.addcmul(pushed[n], theta, s) for n, s in state.momentum.items()}
-    if rule.optimizer == "momentum":
-        steps = momentum
-    else:
-        rate = torch.ones_like(eta) if inside else eta
-        steps = _muon_steps(rule, state.position, momentum, rate, product)
-    if steps is None:
-        return {n: alpha * w for n, w in state.weights.items()}, momentum
+    steps = momentum
+    if live is not None:
+        if live.none:
+            return {n: alpha * w for n, w in state.weights.items()}, momentum
+        steps = _muon_steps(rule, live, momentum, torch.ones_like(eta) if inside else eta, product)
     return {n: torch.addcmul(steps[n], alpha, w) for n, w in state.weights.items()}, momentum
 
 
@@ -187,12 +219,9 @@ def _outer_sum(share: Tensor, u: Tensor, x: Tensor, product: Product) -> Tensor:
 
 
 def _muon_steps(
-    rule: Rule, position: Position, momentum: Weights, rate: Tensor, product: Product
-) -> Weights | None:
-    """What the stride points among the rows add to their weights; None where it is known: none."""
-    live = rows_at(position, rule.stride, ahead=1)
-    if live.none:
-        return None
+    rule: Rule, live: Flags, momentum: Weights, rate: Tensor, product: Product
+) -> Weights:
+    """What the stride points among the rows add to their weights."""
     rate = live.select(rate, torch.zeros_like(rate))
     return {
         n: rate * newton_schulz(s, rule.ns_steps, rule.ns_coefficients, product)
