@@ -46,6 +46,8 @@ BUDGET = 32768
 RECOMPUTED = 6e8
 """Tokens x width x depth above which blocks keep only what goes into them."""
 PROMPTS, BATCHES, DECODED = (4096, 32768), (1, 64), 32
+ROUND = 64
+"""Tokens after which the kinds of steps come again: those of a chunk."""
 PER_TOKEN = {"mixer": "atlas_r1", "tokens": 1024, "first_target": 31_000, "goal": 60_000}
 """Newton-Schulz at every token, 100M: 10 and 20 times what others published (tokens/s)."""
 
@@ -230,18 +232,19 @@ def decoded(model: LanguageModel, prompt: int, batch: int, steps: int) -> dict:
 
 
 def graph_seconds(model: LanguageModel, state: ModelState, steps: int) -> float | None:
-    """Of a step as one CUDA graph; None: attention's state grows, it has none."""
+    """Of a step as a CUDA graph, over whole chunks: at their ends, and where muon steps, it is
+    another graph. None: attention's state grows, it has none."""
     if why_not_graphed(model) is not None:
         return None
     step, token = GraphedStep(model, state), torch.zeros(state.batch, dtype=torch.int64).cuda()
-    for _ in range(4):
-        token = step.step(token).argmax(-1)
-    gpu.wait()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        token = step.step(token).argmax(-1)
-    gpu.wait()
-    return (time.perf_counter() - begun) / steps
+    rounds = -(-steps // ROUND) * ROUND
+    for count in (ROUND, rounds):
+        gpu.wait()
+        begun = time.perf_counter()
+        for _ in range(count):
+            token = step.step(token).argmax(-1)
+        gpu.wait()
+    return (time.perf_counter() - begun) / rounds
 
 
 # The same training twice

@@ -90,8 +90,6 @@ EXCUSES = (NO_TIME, "out of memory")
 """What a row of ours may be without a time for."""
 REPLAY_ERROR = 0.01
 """Sums in another order may round otherwise in bfloat16."""
-LITTLE = 0.02
-"""Of the highest rate; a new memory has 0.5."""
 OVER_LENGTH = ("titans", "omeganet", "atlas_r16", "gated_delta_net")
 
 
@@ -228,7 +226,7 @@ def lengths(
     """One sequence of every length: what a token costs must not depend on it."""
     todo = [(name, tokens) for name in makers for tokens in options.lengths]
     for name, tokens in tqdm(todo, "lengths", file=sys.stderr):
-        make = partial(writing_little, makers[name])
+        make = partial(forgetting_nothing, makers[name])
         row = measured(make, 1, tokens, options.quick, deadline)
         if name in ROWS and "skipped" not in row:
             row |= replayed(make, 1, tokens, options.quick, deadline)
@@ -239,14 +237,15 @@ def lengths(
         save()
 
 
-def writing_little(make: Callable[[], nn.Module]) -> nn.Module:
-    """A layer whose memory steps by little: gradients through hundreds of thousands of tokens are
-    not finite where it steps as far as a new one does, which learns first to step less."""
+def forgetting_nothing(make: Callable[[], nn.Module]) -> nn.Module:
+    """A layer whose memory keeps all it has: where it forgets, as a new one does, its weights get
+    shorter behind their norm, and gradients through hundreds of thousands of tokens not finite."""
     layer = make()
     for maps in layer.modules():
-        if isinstance(maps, GateMaps):
+        if isinstance(maps, GateMaps) and maps.rule.retention == "learned":
+            rows = slice(maps.heads, 2 * maps.heads)
             with torch.no_grad():
-                maps.up.weight[: maps.heads], maps.up.bias[: maps.heads] = 0, LITTLE
+                maps.up.weight[rows], maps.up.bias[rows] = 0, -1
     return layer
 
 

@@ -1,5 +1,6 @@
 """A step in fixed tensors, and the same as a CUDA graph."""
 
+import copy
 import sys
 import warnings
 from dataclasses import replace
@@ -361,21 +362,31 @@ def test_damage_is_noticed_in_a_graph_too(recorded):
 # On a GPU
 
 
+def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By norm, relative."""
+    differing = {n: (found[n].cpu().double() - x).norm() for n, x in exact.items() if x.numel()}
+    return {n: float(e / exact[n].double().norm().clamp(min=1e-9)) for n, e in differing.items()}
+
+
 @on_a_gpu
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_a_graph_is_the_model(name, dtype):
-    model, ids = tiny(name).to("cuda", dtype), ids_of(2, 19).cuda()
+    """As near to float64 as token by token without it, but for its luck with a few numbers."""
+    model, ids = tiny(name).to(dtype), ids_of(2, 19)
+    exact = values("y", *copy.deepcopy(model).double()(ids))
+    model, ids = model.cuda(), ids.cuda()
     _, state = model(ids[:, :5])
     step, out = GraphedStep(model, state), []
-    found = stepped(step, ids[:, 5:])
+    found = values("y", stepped(step, ids[:, 5:]), step.state)
     for t in range(5, 19):
         logits, state = model(ids[:, t : t + 1], state)
         out.append(logits)
-    expected = values("y", torch.cat(out, 1), state)
-    for key, value in values("y", found, step.state).items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-2, atol=1e-2, msg=key)
+    plain = errors(values("y", torch.cat(out, 1), state), exact | {"y": exact["y"][:, 5:]})
+    for key, error in errors(found, exact | {"y": exact["y"][:, 5:]}).items():
+        least = 1e-4 if dtype == torch.float32 else 1e-2
+        assert error <= max(2 * plain[key], least), f"{key}: {error:.2g}, {plain[key]:.2g} without"
 
 
 @on_a_gpu

@@ -7,12 +7,14 @@ cache and tokens together: only distances count, and these do not grow with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from atlas_lm.nn.initialise import initialise
@@ -24,6 +26,9 @@ from atlas_lm.shapes import Embeddings, TokenFlag
 ROTARY_BASE = 10_000.0
 BLOCK = 512
 """Queries that are compared with keys at once."""
+FOR_ONE_TOKEN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""cuDNN makes a plan for every number of keys, and of those there is another at every token (H200:
+54 ms, where these take 0.2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,5 +198,6 @@ def _rotate(x: Tensor, places: Tensor) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal=False, scale=None):
     q, k, v = (rearrange(x, "b t h d -> b h t d") for x in (q, k, v))
-    y = scaled_dot_product_attention(q, k, v, visible, is_causal=causal, scale=scale)
+    with sdpa_kernel(FOR_ONE_TOKEN) if q.is_cuda and q.shape[2] == 1 else nullcontext():
+        y = scaled_dot_product_attention(q, k, v, visible, is_causal=causal, scale=scale)
     return rearrange(y, "b h t d -> b t h d")
