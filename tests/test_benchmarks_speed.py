@@ -66,15 +66,6 @@ def test_the_yardstick_is_within_itself(packed):
 
 
 @pytest.mark.parametrize("name", ["y", "grad.v", "end.weights.w2"])
-def test_over_length_no_memory_forgets(on_cpu):
-    layer = speed.forgetting_nothing(lambda: speed.layer_of(speed.ROWS["omeganet"], "chunked"))
-    maps = next(m for m in layer.modules() if isinstance(m, speed.GateMaps))
-    x = torch.randn(1, 5, maps.down.in_features, dtype=maps.down.weight.dtype)
-    gates = maps(x, torch.ones(3))
-    assert (gates.retention == 1).all()
-    assert gates.rate.unique().numel() > 1
-
-
 @pytest.mark.parametrize("wrong", [1.02, float("nan")])
 def test_a_wrong_kernel_is_found(monkeypatch, name, wrong):
     right = kernels._evaluate
@@ -132,6 +123,15 @@ def test_layers_and_lengths_are_reported(on_cpu, monkeypatch, tmp_path, capsys):
     assert report["lengths"][0]["forward_us_a_token"] == pytest.approx(2000 / 64)
     assert {"gpu", "torch", "triton", "date", "command", "commit"} <= report["machine"].keys()
     assert "delta_net" in capsys.readouterr().out
+
+
+def test_over_length_no_memory_forgets(on_cpu):
+    layer = speed.forgetting_nothing(lambda: speed.layer_of(speed.ROWS["omeganet"], "chunked"))
+    maps = next(m for m in layer.modules() if isinstance(m, speed.GateMaps))
+    x = torch.randn(1, 5, maps.down.in_features, dtype=maps.down.weight.dtype)
+    gates = maps(x, torch.ones(3))
+    assert (gates.retention == 1).all()
+    assert gates.rate.unique().numel() > 1
 
 
 @pytest.mark.parametrize("wrong", [1.02, float("nan")])
