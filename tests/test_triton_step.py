@@ -75,7 +75,8 @@ def steps(monkeypatch, kernel_device):
 
 def drawn(name: str, tokens: int, device: str, **changes) -> Example:
     rule, shape = CASES[name]
-    made = example(rule, tokens, **({"batch": 2, "heads": 2} | shape | changes))
+    settings: dict = {"batch": 2, "heads": 2} | shape | changes
+    made = example(rule, tokens, **settings)
     kept = {n: x.to(device, torch.float32) for n, x in made.inputs().items()}
     return made.with_inputs(kept)
 
@@ -104,6 +105,7 @@ def one_by_one(made: Example, state=None, places: KnownPositions | None = None):
                 y, state = part.run("auto", state)
             places = places.moved_on()
         out.append(y)
+    assert state is not None
     return {"y": torch.cat(out, 1)} | state.tensors()
 
 

@@ -71,9 +71,8 @@ def memorize(
     tokens, outer = Tokens(q, k, v, gates, mask, reset), Outer(weights, slow, coefficients)
     hidden = hides_parameters(rule, weights, slow, features_of(rule, coefficients), k, v)
     learned = [*weights.values(), *slow.values(), coefficients]
-    given = [q, k, v, *gates, *learned, *state.tensors().values()]
-    tracked = hidden or any(x.requires_grad for x in given if x is not None)
-    tracked = tracked and torch.is_grad_enabled()
+    given = [x for x in (q, k, v, *gates, *learned, *state.tensors().values()) if x is not None]
+    tracked = torch.is_grad_enabled() and (hidden or any(x.requires_grad for x in given))
     with torch.set_grad_enabled(tracked), without_autocast(q.device):
         if impl == "reference":
             y, state = memorize_reference(tokens, outer, state)
