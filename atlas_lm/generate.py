@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from atlas_lm.decode import GraphedStep, why_not_graphed
 from atlas_lm.models.lm import LanguageModel, ModelState
+from atlas_lm.ops.validation import BadNumbers
 from atlas_lm.text import CONTEXT, StreamingDecoder, Tokenizer
 
 READ = 1024
@@ -268,7 +269,7 @@ def _whole_numbers(tokens: Sequence[int] | Tensor) -> Tensor:
 def _check_finite(logits: Tensor, read: ModelState | GraphedStep) -> None:
     if not logits.isfinite().all():
         state = read if isinstance(read, ModelState) else read.state
-        raise ValueError(
+        raise BadNumbers(
             f"read: the logits after token {int(state.position)} are not all finite; the model's "
             "weights or the memory are damaged"
         )

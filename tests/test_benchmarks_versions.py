@@ -57,6 +57,15 @@ def test_a_process_that_fails_says_why(packed):
     assert versions.judged(found.get("titans"), found["error"])["holds"] is False
 
 
+def test_what_a_process_has_answered_holds_however_it_ends(packed):
+    folder = packed / "versions" / "00-old"
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "__init__.py").touch()
+    answers = "import os\nprint('a warning\\nanswer: {\"titans\": 1}', flush=True)\nos.abort()"
+    (folder / "benchmarks" / "versions.py").write_text(answers)
+    assert versions.child(folder, "--check", ["titans"], (8, 4096)) == {"titans": 1}
+
+
 def test_what_a_process_says(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "require_cuda", lambda: None)
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
@@ -71,7 +80,7 @@ def test_what_a_process_says(monkeypatch, capsys):
     )
     monkeypatch.setattr(sys, "argv", ["x", "--check", "--rules", "titans", "--shape", "1,9"])
     versions.main()
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out.removeprefix(versions.ANSWER))
     assert found["titans"]["odd"]["holds"] is True
 
 

@@ -22,6 +22,7 @@ from atlas_lm.cli import main
 from atlas_lm.data.prepare import Options, prepare
 from atlas_lm.models.folder import model_folder
 from atlas_lm.models.lm import NO_TARGET
+from atlas_lm.ops.validation import BadNumbers
 from atlas_lm.recipes import RECIPES
 from atlas_lm.tasks.rows import EVALUATE, TRAIN, rows
 from atlas_lm.text import ByteTokenizer
@@ -940,6 +941,27 @@ def test_numbers_that_are_none_stop_a_run_and_name_the_layer(tmp_path, capsys):
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000001"]
     assert [line["step"] for line in lines(out, "note")] == [2]
     assert not (out / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (BadNumbers("v: holds nan"), "step 4: evaluation: v: holds nan; there is no"),
+        (ValueError("books: there is no such test"), "books: there is no such test"),
+    ],
+)
+def test_an_evaluation_is_broken_by_numbers_alone(error, told, tmp_path, monkeypatch, capsys):
+    """What else is wrong with it is told as it is, and not to be mended by a lower rate."""
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("atlas_lm.train.loop.evaluate", fails)
+    args = "--model.dim 16 --steps 4 --batch 2 --length 6 --data.longer --log-every 4"
+    assert main(f"train recall --out {tmp_path / 'run'} {args} --evaluate-every 4".split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"atlas-lm: {told}")
+    assert ("--optimizer.lr" in said) == isinstance(error, BadNumbers)
 
 
 def test_a_gradient_that_is_none_is_found_where_it_begins():

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from atlas_lm.eval.readers import SEGMENT, Reader, documents, segment_of
+from atlas_lm.ops.validation import BadNumbers
 
 FIRST_BUCKET = 64
 """Positions below this are one bucket; every further one is twice as wide as all before it."""
@@ -448,6 +449,6 @@ def _checked_lengths(reader: Reader, lengths: Sequence[int], last: int) -> list[
 
 def _check_finite(nats: Tensor, name: str) -> None:
     if not nats.isfinite().all():
-        raise ValueError(
+        raise BadNumbers(
             f"{name}: the loss of some tokens is not finite; the model's weights are damaged"
         )

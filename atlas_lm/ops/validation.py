@@ -18,6 +18,10 @@ from atlas_lm.shapes import Weights
 _value_checks: bool | None = None
 
 
+class BadNumbers(ValueError):
+    """Numbers that are none, or beyond what they may be: most often of a model that broke."""
+
+
 def check_values(enabled: bool | None) -> None:
     """Look at values too (NaN, gates out of range) or not; None: only where no GPU must wait.
 
@@ -222,7 +226,7 @@ def _expect_range(name, x, mask, above=-math.inf, least=-math.inf, most=math.inf
         )
         upper = f"at most {most}" if most < math.inf else ""
         expected = " and ".join(part for part in ("finite", lower, upper) if part)
-        raise ValueError(f"{name}: holds {wrong[0]}, expected every value {expected}")
+        raise BadNumbers(f"{name}: holds {wrong[0]}, expected every value {expected}")
 
 
 def looks_at_values(device: torch.device) -> bool:

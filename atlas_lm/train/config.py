@@ -11,7 +11,7 @@ from atlas_lm.models.config import ModelConfig
 from atlas_lm.models.summary import grows, name_of
 from atlas_lm.names import nearest
 from atlas_lm.ops.delta import TILE
-from atlas_lm.rules import RULES, Rule
+from atlas_lm.rules import Rule, rule_of
 from atlas_lm.tasks.rows import row_task
 from atlas_lm.train.data import (
     KINDS,
@@ -189,14 +189,11 @@ class TrainConfig:
     def _check_going_on(self, found: str, lengths: Sequence[int]) -> None:
         """Refuse to record steps whose memories go on from others, after so many tokens, where more
         would count than that a chunk begins and a window is full."""
-        rules = [
-            RULES.get(rule, rule) if isinstance(rule, str) else rule for rule in self.model.rules
-        ]
-        known = all(isinstance(rule, Rule) or rule == "swa" for rule in rules)
-        growing = self.model.block == "mac" or not known or any(map(grows, rules))
-        sizes = (n for rule in rules if isinstance(rule, Rule) for n in (rule.chunk, rule.stride))
-        chunk, fewest = lcm(TILE, *sizes), 0
-        if self.model.block != "plain" or "swa" in rules:
+        rules = [rule for rule in map(rule_of, self.model.rules) if rule is not None]
+        others = {rule for rule in self.model.rules if rule_of(rule) is None} - {"swa"}
+        growing = self.model.block == "mac" or bool(others) or any(map(grows, rules))
+        chunk, fewest = lcm(TILE, *(n for rule in rules for n in (rule.chunk, rule.stride))), 0
+        if self.model.block != "plain" or "swa" in self.model.rules:
             fewest = self.model.window - 1
         if growing or any(length % chunk or length < fewest for length in lengths):
             least = f", {fewest} or more" if fewest else ""

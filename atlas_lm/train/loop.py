@@ -22,6 +22,7 @@ import torch
 
 from atlas_lm.models.folder import save_model
 from atlas_lm.models.lm import LanguageModel
+from atlas_lm.ops.validation import BadNumbers
 from atlas_lm.text import save_tokenizer
 from atlas_lm.train import random_state
 from atlas_lm.train.ahead import OneAhead
@@ -216,7 +217,7 @@ class Run:
         self.optimizers.zero_grad()
         try:
             loss, after = self.gradients.add(work)
-        except ValueError as error:  # on a CPU, operations refuse numbers that are none
+        except BadNumbers as error:  # on a CPU, operations refuse them
             raise self._broken(str(error), work, alone=True) from error
         norm = self.gradients.clip()
         if self.progress.step + 1 < self.config.steps:
@@ -280,7 +281,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         try:
             figures = evaluate(self.config, self.ranks, self.objective, self.material)
-        except ValueError as error:
+        except BadNumbers as error:
             raise self._broken(f"evaluation: {error}") from error
         if not isfinite(figures.get("loss", 0.0)):
             raise self._broken("the loss of the evaluation is not finite")
