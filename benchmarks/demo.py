@@ -39,6 +39,7 @@ from atlas_lm.models import LanguageModel, ModelState
 from atlas_lm.models.folder import model_folder
 from atlas_lm.tasks.samples import generator_of
 from atlas_lm.text import FileTokenizer, Tokenizer
+from benchmarks.command import run
 
 
 class Way(NamedTuple):
@@ -285,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, "demo")

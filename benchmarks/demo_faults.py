@@ -35,6 +35,7 @@ from atlas_lm.train.evaluate import right_answers
 from atlas_lm.train.sources import Work
 from atlas_lm.train.stories import StoryMaterial
 from atlas_lm.train.story_rows import Book
+from benchmarks.command import run
 
 LENGTH = 1024
 """Tokens of a text with facts."""
@@ -175,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, "demo_faults")

@@ -19,6 +19,7 @@ from atlas_lm.demo.words import MARKS
 from atlas_lm.models import LanguageModel
 from atlas_lm.models.folder import load_model, save_model
 from atlas_lm.text import Tokenizer, load_tokenizer, save_tokenizer
+from benchmarks.command import run
 
 
 def twins(tokenizer: Tokenizer) -> dict[int, int]:
@@ -61,4 +62,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, "demo_lines")

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from atlas_lm.demo.book import Texts, python_texts
+from benchmarks.command import run
 
 WIKIPEDIA = 6_000_000
 """Bytes of enwik8."""
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, "demo_texts")

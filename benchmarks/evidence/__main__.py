@@ -17,7 +17,7 @@ import torch
 
 from atlas_lm.cli.sweep import Sweep, SweepRun
 from atlas_lm.sweep.tables import write_tables
-from benchmarks.evidence.command import run
+from benchmarks.command import run
 from benchmarks.evidence.figures import draw
 from benchmarks.evidence.kept import keep, refuse_other_lengths, take_up, tuned
 from benchmarks.evidence.tables import TABLES, Scale
@@ -82,4 +82,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "evidence")

@@ -45,7 +45,7 @@ from atlas_lm.ops import init_memory, memorize
 from atlas_lm.ops.features import default_coefficients
 from atlas_lm.rules import RULES, Rule
 from atlas_lm.whole_files import write_whole
-from benchmarks.evidence.command import run
+from benchmarks.command import run
 from benchmarks.evidence.models import changed
 from benchmarks.evidence.tables import ATLAS, NEWEST
 
@@ -434,4 +434,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "evidence")

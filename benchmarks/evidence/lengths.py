@@ -27,7 +27,7 @@ from atlas_lm.sweep.runs import RUNS, read_sweep, status_of
 from atlas_lm.tasks.table import GROUPS
 from atlas_lm.train.run_folder import MODEL
 from atlas_lm.whole_files import write_whole
-from benchmarks.evidence.command import run
+from benchmarks.command import run
 from benchmarks.gpu_sharing import run_until, share_gpu, show_end
 
 LINES = 3
@@ -153,4 +153,4 @@ def together(parts: Iterable[Path]) -> Path | None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "evidence")

@@ -27,7 +27,7 @@ from atlas_lm.ops import Gates
 from atlas_lm.tasks.haystack import Haystack
 from atlas_lm.text import TOKENIZER_FILE, FileTokenizer, Tokenizer
 from atlas_lm.whole_files import write_whole
-from benchmarks.evidence.command import run
+from benchmarks.command import run
 
 SEGMENT = 4096
 SHOWN = 6
@@ -136,4 +136,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "evidence")

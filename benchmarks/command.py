@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], name: str) -> None:
     try:
         main()
     except (ValueError, OSError, ImportError) as error:
-        print(f"evidence: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
         print(stop, file=sys.stderr)
