@@ -193,11 +193,13 @@ class GraphedStep(FixedStep):
         kind = None if places is None else places.kind()
         if kind not in self._graphs:
             tokens, before = self._tokens.clone(), self.state
-            with answers_of(places):
-                made = self._recorded()
-            # recording has read tokens of its own, and may have asked more
-            self.load(before)
-            self._tokens.copy_(tokens)
+            try:
+                with answers_of(places):
+                    made = self._recorded()
+            finally:  # recording reads tokens of its own, whether it ends or not
+                self.load(before)
+                self._tokens.copy_(tokens)
+            # it may have asked more
             kind = None if places is None else places.kind()
             self._graphs[kind] = made
         return self._graphs[kind]

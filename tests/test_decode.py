@@ -181,6 +181,26 @@ def test_a_loaded_state_may_be_at_another_place(monkeypatch):
 
 
 @torch.no_grad()
+def test_a_graph_that_cannot_be_recorded_loses_nothing(monkeypatch):
+    """At the end of a chunk, where another one is wanted."""
+    monkeypatch.setattr(step_module, "looking_is_free", lambda device: False)
+    model, ids = tiny("titans").double(), ids_of(1, 8)
+    step, recorded = Kept(model, model.begin(1)), Kept._recorded
+    found = [stepped(step, ids[:, :3])]
+
+    def fails(self):
+        recorded(self)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Kept, "_recorded", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.step(ids[:, 3])
+    monkeypatch.setattr(Kept, "_recorded", recorded)
+    found.append(stepped(step, ids[:, 3:]))
+    assert_close({"y": torch.cat(found, 1)}, {"y": model(ids)[0]}, "as if nothing had been")
+
+
+@torch.no_grad()
 def test_layers_that_disagree_on_the_place_are_one_kind(monkeypatch):
     monkeypatch.setattr(step_module, "looking_is_free", lambda device: False)
     model, ids = tiny("titans").double(), ids_of(1, 12)
