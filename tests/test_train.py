@@ -32,7 +32,7 @@ from atlas_lm.train.ahead import OneAhead
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.data import PythonText, RecallData, StoryData, TaskData, TextData
 from atlas_lm.train.evaluate import evaluate
-from atlas_lm.train.guard import check_compiler, explained_memory, first_not_finite
+from atlas_lm.train.guard import check_compiler, explained_memory, first_not_finite, what_helps
 from atlas_lm.train.loop import train
 from atlas_lm.train.objective import NextToken
 from atlas_lm.train.optimizers import OptimizerConfig, Optimizers, grouped
@@ -984,6 +984,22 @@ def test_a_gradient_that_is_none_is_found_where_it_begins():
         model.blocks[1].norm.weight[3] = float("inf")
     model.zero_grad()
     assert found_in(made) == ("the output of blocks.1.norm")
+
+
+@pytest.mark.parametrize(
+    ("rule", "segment", "told"),
+    [
+        ("titans", None, "through 2,048 tokens of a deep memory .* --segment 1024, or"),
+        (("delta_net", "atlas"), None, "retention=none"),
+        ("titans", 1024, "a lower --optimizer.lr"),
+        (replace(RULES["titans"], retention="none"), None, "a lower --optimizer.lr"),
+        ("gated_delta_net", None, "a lower --optimizer.lr"),
+        ("attention", None, "a lower --optimizer.lr"),
+    ],
+)
+def test_what_helps_depends_on_what_gradients_go_through(rule, segment, told):
+    model = replace(MODEL, rule=rule, vocab=8192)
+    assert re.search(told, what_helps(recall(model=model, length=2048, segment=segment)))
 
 
 GRADIENTS_STAY = "the gradient of blocks.1.mlp_norm.weight"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from atlas_lm.models.lm import LanguageModel
 from atlas_lm.ops.carried import Carried
+from atlas_lm.rules import rule_of
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.ranks import Ranks, local
 
@@ -58,6 +59,28 @@ def first_not_finite(
         for hook in hooks:
             hook.remove()
     return seen[0] if seen else ""
+
+
+def what_helps(config: TrainConfig) -> str:
+    """What to do about numbers that are none. Behind a norm the length of a weight does not count,
+    and gradients go with its inverse: a memory that forgets has ever shorter weights."""
+    tokens = min(config.segment or config.length, config.length)
+    rules = [rule for rule in map(rule_of, config.model.rules) if rule is not None]
+    forgets = [rule for rule in rules if rule.norm and rule.retention != "none"]
+    if tokens <= FEW or not forgets:
+        return (
+            "Begin another run with a lower --optimizer.lr, a longer --schedule.warmup or a "
+            "smaller --clip"
+        )
+    return (
+        f"Gradients through {tokens:,} tokens of a deep memory that forgets grow without end. "
+        f"Begin another run with --segment {FEW}, or with a memory that forgets nothing, as by "
+        "--model.rule titans:retention=none"
+    )
+
+
+FEW = 1024
+"""Tokens through which gradients of every rule have stayed small (docs/log.md)."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

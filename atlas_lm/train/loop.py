@@ -34,6 +34,7 @@ from atlas_lm.train.guard import (
     check_compiler,
     explained_memory,
     first_not_finite,
+    what_helps,
 )
 from atlas_lm.train.objective import NextToken
 from atlas_lm.train.optimizers import Optimizers
@@ -310,10 +311,7 @@ class Run:
         self._record("note", text=told)
         good = self.checkpoints.latest()
         kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
-        return NotFinite(
-            f"step {self.progress.step}: {told}; {kept}. Begin another run with a lower "
-            "--optimizer.lr, a longer --schedule.warmup or a smaller --clip"
-        )
+        return NotFinite(f"step {self.progress.step}: {told}; {kept}. {what_helps(self.config)}")
 
     def _first_not_finite(self, work: Work) -> str:
         def again() -> None:
