@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from atlas_lm.cuda_graph import recording, warm_up
-from atlas_lm.models.block import MemoryAsContext
 from atlas_lm.models.lm import LanguageModel, ModelState
 from atlas_lm.nn.attention import Attention
 from atlas_lm.nn.memory import MemoryLayer
@@ -73,8 +72,6 @@ class FixedStep:
         if reason is not None:
             raise ValueError(f"{type(self).__name__}: {reason}")
         self.model = model
-        # MAC looks at the memory as it was after the memory has moved on
-        self._moves = not any(isinstance(m, MemoryAsContext) for m in model.modules())
         device = model.embedding.weight.device
         self._tokens = torch.zeros(state.batch, 1, dtype=torch.int64, device=device)
         self._held = self._buffers(state)
@@ -120,19 +117,16 @@ class FixedStep:
     @torch.no_grad()
     def _advance(self) -> Tensor:
         """One step from buffers to buffers; the logits."""
-        with in_place() if self._moves else nullcontext():
+        with in_place():
             x, state = self.model.encode(self._tokens, self._held)
         # one row as `generate.read` does it: other shapes may round otherwise
         one = x.shape[0] == 1
         logits = self.model.logits(x[0, -1])[None] if one else self.model.logits(x[:, -1])
         held, made = self._held.tensors(), state.tensors()
-        moved = [name for name, t in made.items() if not _the_same(t, held[name])]
+        moved = {name: t for name, t in made.items() if not _the_same(t, held[name])}
         homes = {t.untyped_storage().data_ptr() for t in held.values() if t.numel()}
         # a tensor that was only moved within the state must not be overwritten on the way
-        safe = [
-            t.clone() if t.untyped_storage().data_ptr() in homes else t
-            for t in map(made.__getitem__, moved)
-        ]
+        safe = [t.clone() if t.untyped_storage().data_ptr() in homes else t for t in moved.values()]
         _copy(safe, [held[name] for name in moved])
         return logits
 

@@ -203,11 +203,15 @@ def test_the_crossing_is_interpolated_between_lengths():
         assert found == "not within the table"
 
 
-def test_the_same_training_twice_gives_one_curve(small_models, monkeypatch):
+@pytest.fixture
+def both_without_kernels(small_models, monkeypatch):
     plain = models.config_of
     monkeypatch.setattr(
         models, "config_of", lambda size, mixer, impl, vocab: plain(size, mixer, vocab=vocab)
     )
+
+
+def test_the_same_training_twice_gives_one_curve(both_without_kernels):
     made = list(models.curves("delta_net", steps=12, batch=2, tokens=64))
     curve = made[-1]
     assert len(made) == len(curve["losses"]["chunked"]) == 12
@@ -217,11 +221,7 @@ def test_the_same_training_twice_gives_one_curve(small_models, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-def test_curves_that_run_out_of_time_keep_what_they_have(small_models, monkeypatch):
-    plain = models.config_of
-    monkeypatch.setattr(
-        models, "config_of", lambda size, mixer, impl, vocab: plain(size, mixer, vocab=vocab)
-    )
+def test_curves_that_run_out_of_time_keep_what_they_have(both_without_kernels):
     (curve,) = models.curves("delta_net", 12, gpu.Deadline(0), batch=2, tokens=64)
     assert [len(losses) for losses in curve["losses"].values()] == [1, 1]
 

@@ -3,6 +3,7 @@
 Without a GPU the kernel runs in Triton's interpreter.
 """
 
+import copy
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from atlas_lm import RULES, MemoryState, Rule
+from atlas_lm import RULES, LanguageModel, MemoryState, ModelConfig, Rule
+from atlas_lm.decode import FixedStep
 from atlas_lm.ops import step as step_module
 from atlas_lm.ops.step import KnownPositions, in_place
 from atlas_lm.testing import Example, example
@@ -168,6 +170,24 @@ def test_in_place_it_is_the_same_and_the_tensors_stay(
         state, known = after, known.moved_on()
         out.append(y)
     close({"y": torch.cat(out, 1)} | state.tensors(), expected | {"y": expected["y"][:, 1:]})
+
+
+@pytest.mark.parametrize("block", ["plain", "mac", "mal"])
+@torch.no_grad()
+def test_models_whose_state_is_moved_in_place(block, steps, kernel_device):
+    """Token by token in one place, over borders of chunk and segment, as in one pass."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab=31, dim=16, depth=2, heads=2, rule=TITANS, block=block, segment=3, window=4
+    )
+    model, ids = LanguageModel(config).eval(), torch.randint(31, (2, 10))
+    expected, end = copy.deepcopy(model).double()(ids)
+    model = model.to(kernel_device)
+    step, ids = FixedStep(model, model.begin(2)), ids.to(kernel_device)
+    found = torch.stack([step.step(ids[:, t]) for t in range(10)], 1)
+    close({"y": found} | step.state.tensors(), {"y": expected} | end.tensors())
+    assert steps
+    assert all(options["in_place"] == (block != "mac") for options in steps[2:])
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from atlas_lm.ops.carried import Carried
 from atlas_lm.ops.pieces import Flags, Pieces, cut_into_pieces
 from atlas_lm.ops.recall import recall
 from atlas_lm.ops.state import Recollection
-from atlas_lm.ops.step import rows_at
+from atlas_lm.ops.step import in_place, rows_at
 from atlas_lm.rules import Rule
 from atlas_lm.shapes import Embeddings, TokenFlag
 
@@ -169,7 +169,9 @@ class MemoryAsContext(Block):
         """One token a row, wherever each is in its segment, without waiting for a GPU."""
         opens = rows_at(state.memory.memory.position, self.config.segment)
         begins = Flags(torch.zeros_like(opens.rows), all=False, none=True)
-        return self._segment(x, state, None, begins, opens)
+        # the memory as it was may become the origin
+        with in_place(False):
+            return self._segment(x, state, None, begins, opens)
 
     def _pieces(self, x: Tensor, state: ContextState, mask, reset):
         position, length = state.memory.memory.position, x.shape[1]

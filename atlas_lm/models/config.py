@@ -110,6 +110,11 @@ class ModelConfig:
     def rules(self) -> tuple[str | Rule, ...]:
         return self.rule if isinstance(self.rule, tuple) else (self.rule,)
 
+    @property
+    def memory_rules(self) -> list[Rule]:
+        """Those by which a memory learns, not of attention or of others' mixers."""
+        return [rule for rule in map(rule_of, self.rules) if rule is not None]
+
     def rule_of(self, layer: int) -> str | Rule:
         return self.rules[layer % len(self.rules)]
 

@@ -50,9 +50,9 @@ def why_not_step(rule: Rule, q: Tensor, v: Tensor) -> str | None:
         return f"tensors on {q.device.type}"
     if rule.window > LONGEST:
         return f"window={rule.window}: at most {LONGEST}"
-    if max(q.shape[-1], v.shape[-1]) > WIDEST:
-        return f"d_k={q.shape[-1]}, d_v={v.shape[-1]}: at most {WIDEST}"
-    return why_not_here(q) if q.dtype == torch.float32 else f"a state of {q.dtype}"
+    if q.dtype != torch.float32:
+        return f"a state of {q.dtype}"
+    return why_not_widths(q.shape[-1], v.shape[-1]) or why_not_here(q)
 
 
 def why_not_rule(rule: Rule) -> str | None:
@@ -85,10 +85,9 @@ def why_not_memory(rule: Rule) -> str | None:
 
 
 def why_not_sizes(rule: Rule, d_k: int, d_v: int, weights: Weights) -> str | None:
-    if d_k > WIDEST or d_v > WIDEST:
-        return f"d_k={d_k}, d_v={d_v}: at most {WIDEST}"
-    if rule.optimizer != "muon":
-        return None
+    too_wide = why_not_widths(d_k, d_v)
+    if too_wide is not None or rule.optimizer != "muon":
+        return too_wide
     if rule.chunk > MOST_STEPS * rule.stride:
         return f"{-(-rule.chunk // rule.stride)} muon steps a chunk: at most {MOST_STEPS}"
     for name, w in weights.items():
@@ -96,6 +95,10 @@ def why_not_sizes(rule: Rule, d_k: int, d_v: int, weights: Weights) -> str | Non
             shape = tuple(w.shape[1:])
             return f"Newton-Schulz of weights[{name!r}] {shape}: at most 64 x 256 or 128 x 128"
     return None
+
+
+def why_not_widths(d_k: int, d_v: int) -> str | None:
+    return f"d_k={d_k}, d_v={d_v}: at most {WIDEST}" if max(d_k, d_v) > WIDEST else None
 
 
 def on_chip(rows: int, columns: int) -> bool:

@@ -75,10 +75,10 @@ def _read(q: Tensor, weights: Weights, outer: Outer, rule: Rule, product: Produc
 
 
 @contextmanager
-def in_place() -> Iterator[None]:
-    """Inside, a step on a GPU may move a memory where it is: whoever gives it a state has no other
-    use for it, and looks at what is returned."""
-    token = _in_place.set(True)
+def in_place(allowed: bool = True) -> Iterator[None]:
+    """Inside, a step on a GPU may move a memory where it is, or may not: whoever allows it has no
+    other use for the state, and looks at what is returned."""
+    token = _in_place.set(allowed)
     try:
         yield
     finally:

@@ -189,7 +189,7 @@ class TrainConfig:
     def _check_going_on(self, found: str, lengths: Sequence[int]) -> None:
         """Refuse to record steps whose memories go on from others, after so many tokens, where more
         would count than that a chunk begins and a window is full."""
-        rules = [rule for rule in map(rule_of, self.model.rules) if rule is not None]
+        rules = self.model.memory_rules
         others = {rule for rule in self.model.rules if rule_of(rule) is None} - {"swa"}
         growing = self.model.block == "mac" or bool(others) or any(map(grows, rules))
         chunk, fewest = lcm(TILE, *(n for rule in rules for n in (rule.chunk, rule.stride))), 0

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from atlas_lm.models.lm import LanguageModel
 from atlas_lm.ops.carried import Carried
-from atlas_lm.rules import rule_of
 from atlas_lm.train.config import TrainConfig
 from atlas_lm.train.ranks import Ranks, local
 
@@ -64,23 +63,27 @@ def first_not_finite(
 def what_helps(config: TrainConfig) -> str:
     """What to do about numbers that are none. Behind a norm the length of a weight does not count,
     and gradients go with its inverse: a memory that forgets has ever shorter weights."""
-    tokens = min(config.segment or config.length, config.length)
-    rules = [rule for rule in map(rule_of, config.model.rules) if rule is not None]
-    forgets = [rule for rule in rules if rule.norm and rule.retention != "none"]
+    tokens = tokens_at_once(config)
+    forgets = any(rule.norm and rule.retention != "none" for rule in config.model.memory_rules)
     if tokens <= FEW or not forgets:
         return (
             "Begin another run with a lower --optimizer.lr, a longer --schedule.warmup or a "
             "smaller --clip"
         )
     return (
-        f"Gradients through {tokens:,} tokens of a deep memory that forgets grow without end. "
-        f"Begin another run with --segment {FEW}, or with a memory that forgets nothing, as by "
-        "--model.rule titans:retention=none"
+        f"Gradients through {tokens:,} tokens of a deep memory that forgets can grow beyond all "
+        f"bounds. Begin another run with --segment {FEW}, or with a memory that forgets nothing, "
+        "as by --model.rule titans:retention=none"
     )
 
 
 FEW = 1024
-"""Tokens through which gradients of every rule have stayed small (docs/log.md)."""
+"""Tokens through which deep memories that forget do learn (docs/evidence.md)."""
+
+
+def tokens_at_once(config: TrainConfig) -> int:
+    """Of a row, those that gradients go through."""
+    return min(config.segment or config.length, config.length)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -117,7 +120,7 @@ def explained_memory(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         rows = config.batch // ranks.ranks // config.accumulate
-        tokens = min(config.segment or config.length, config.length)
+        tokens = tokens_at_once(config)
         more = 2 * config.accumulate
         remedies = [f"--accumulate {more} (the same gradient, in more parts)"] if rows > 1 else []
         remedies += [

@@ -5,21 +5,22 @@ import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_slope, normalise, through_norm
 from atlas_lm.ops.triton.team import leave_part, meet, sum_of_parts
-from atlas_lm.ops.triton.tiles import dot, features, put, tile
+from atlas_lm.ops.triton.tiles import dot, features, put, tile, times
 
 
 @triton.jit
-def hidden_inputs(
-    keys, weights, rows, hs, height, left, right, scale, S: tl.constexpr, DOT: tl.constexpr
-):
-    """phi(keys) W^T for a matrix W `[f pitch]`: a tile `[rows, hs]`."""
+def of_features(
+    keys, weights, rows, outs, height, left, right, scale,
+    OUT: tl.constexpr, S: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """phi(keys) W^T for a matrix W `[OUT pitch]`: a tile `[rows, outs]`."""
     D: tl.constexpr = S.features
     STEP: tl.constexpr = S.block_d
-    z = tl.zeros((rows.shape[0], hs.shape[0]), tl.float32)
+    z = tl.zeros((rows.shape[0], outs.shape[0]), tl.float32)
     for d in range(0, D, STEP):
         ds = d + tl.arange(0, STEP)
         f = features(keys, rows, ds, height, left, right, scale, S.d_k, S.features)
-        z += dot(f, tl.trans(tile(weights, hs, ds, S.hidden, S.pitch)), DOT)
+        z += times(f, tile(weights, outs, ds, OUT, S.pitch), DOT)
     return z
 
 
@@ -32,7 +33,7 @@ def as_residual(raw, residual, rows, vs, height, S: tl.constexpr, DOT: tl.conste
         K: tl.constexpr = S.block_k
         ks = tl.arange(0, K)
         r = tile(residual, vs, ks, S.d_v, S.d_k)
-        x = dot(tile(raw, rows, ks, height, S.d_k), tl.trans(r), DOT)
+        x = times(tile(raw, rows, ks, height, S.d_k), r, DOT)
     return x
 
 
@@ -122,12 +123,12 @@ def hidden_layer(
 ):
     """h at the keys, and what takes the gradient at h to that of W2 phi and of W3 phi."""
     w2 = anchor + S.d_v * S.hidden
-    z = hidden_inputs(k, w2, rows, hs, height, left, right, scale, S, DOT)
+    z = of_features(k, w2, rows, hs, height, left, right, scale, S.hidden, S, DOT)
     gate = gelu(z)
     x, to_z = gate, gelu_slope(z)
     if S.network == 2:
         w3 = w2 + S.hidden * S.pitch
-        value = hidden_inputs(k, w3, rows, hs, height, left, right, scale, S, DOT)
+        value = of_features(k, w3, rows, hs, height, left, right, scale, S.hidden, S, DOT)
         x, to_z = gate * value, to_z * value
     return x, to_z, gate
 

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from atlas_lm.ops.triton.branch import gelu, gelu_slope, normalise
-from atlas_lm.ops.triton.pairs import gradient_at_branch
-from atlas_lm.ops.triton.tiles import dot, features, put, tile
+from atlas_lm.ops.triton.pairs import as_residual, error_at_branch, of_features
+from atlas_lm.ops.triton.tiles import dot, features, put, tile, times
+from atlas_lm.ops.triton.writing import outer_sum
 
 GD, MOMENTUM, STILL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What moves the weights; still: muon's momentum alone moves, at tokens between its steps."""
@@ -19,60 +20,21 @@ STAYS, MOVES, SOME_MOVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def times(x, w):
-    """x w^T of `[rows k]` and `[outs k]`; of one row without a product, which takes 16."""
-    return tl.sum(x * w, 1)[None, :] if x.shape[0] == 1 else dot(x, tl.trans(w), tl.float32)
-
-
-@triton.jit
 def back_times(u, w):
-    """u w of `[rows k]` and `[k outs]`."""
+    """u w of `[rows k]` and `[k outs]`; of one row without a product, which takes 16."""
     return tl.sum(tl.trans(u) * w, 0)[None, :] if u.shape[0] == 1 else dot(u, w, tl.float32)
-
-
-@triton.jit
-def outer(u, x, push):
-    """sum_i push_i u_i x_i^T"""
-    if u.shape[0] == 1:
-        out = tl.trans(u) * (push[:, None] * x)
-    else:
-        out = dot(tl.trans(u), push[:, None] * x, tl.float32)
-    return out
-
-
-@triton.jit
-def residual_of(raw, residual, rows, vs, height, S: tl.constexpr):
-    """Raw keys or queries as the network's residual sees them, `[rows, vs]`."""
-    if S.d_k == S.d_v:
-        x = tile(raw, rows, vs, height, S.d_v)
-    else:
-        K: tl.constexpr = S.block_k
-        ks = tl.arange(0, K)
-        x = times(tile(raw, rows, ks, height, S.d_k), tile(residual, vs, ks, S.d_v, S.d_k))
-    return x
-
-
-@triton.jit
-def from_features(x, w, rows, outs, height, left, right, scale, OUT: tl.constexpr, S: tl.constexpr):
-    """phi(x) W^T for a matrix W `[OUT D]`: a tile `[rows, outs]`."""
-    D: tl.constexpr = S.features
-    STEP: tl.constexpr = S.block_d
-    z = tl.zeros((rows.shape[0], outs.shape[0]), tl.float32)
-    for d in range(0, D, STEP):
-        ds = d + tl.arange(0, STEP)
-        f = features(x, rows, ds, height, left, right, scale, S.d_k, S.features)
-        z += times(f, tile(w, outs, ds, OUT, S.features))
-    return z
 
 
 @triton.jit
 def hidden_layer(k, a2, a3, decay, rows, hs, height, left, right, scale, S: tl.constexpr):
     """h at the keys, and what takes the gradient at h to that of W2 phi and of W3 phi."""
-    z = decay * from_features(k, a2, rows, hs, height, left, right, scale, S.hidden, S)
+    z = decay * of_features(k, a2, rows, hs, height, left, right, scale, S.hidden, S, tl.float32)
     gate = gelu(z)
     x, to_z = gate, gelu_slope(z)
     if S.network == 2:
-        value = decay * from_features(k, a3, rows, hs, height, left, right, scale, S.hidden, S)
+        value = decay * of_features(
+            k, a3, rows, hs, height, left, right, scale, S.hidden, S, tl.float32
+        )
         x, to_z = gate * value, to_z * value
     return x, to_z, gate
 
@@ -110,10 +72,10 @@ def move_first_layer(
         ds = d + tl.arange(0, STEP)
         f = features(k, rows, ds, C, left, right, scale, S.d_k, S.features)
         new = moved(
-            w, s, a, new_w, new_s, new_a, outer(u, f, push), alpha, theta, ends, outs, ds,
-            OUT, S.features, BY, ANCHOR,
+            w, s, a, new_w, new_s, new_a, outer_sum(u, f, push, tl.float32), alpha, theta, ends,
+            outs, ds, OUT, S.features, BY, ANCHOR,
         )  # fmt: skip
-        z += times(features(q, one, ds, 1, left, right, scale, S.d_k, S.features), new)
+        z += times(features(q, one, ds, 1, left, right, scale, S.d_k, S.features), new, tl.float32)
     return z
 
 
@@ -122,20 +84,16 @@ def error_at_anchor(
     k, v, a1, a2, a3, gain, residual, decay, rows, vs, left, right, scale,
     C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """u1 of the pairs, and the gain."""
+    """u1 of the pairs."""
     H: tl.constexpr = S.hidden
     F: tl.constexpr = S.block_f
     o = tl.zeros((rows.shape[0], vs.shape[0]), tl.float32)
     for start in range(0, H, F):
         hs = start + tl.arange(0, F)
         x, _, _ = hidden_layer(k, a2, a3, decay, rows, hs, C, left, right, scale, S)
-        o += decay * times(x, tile(a1, vs, hs, S.d_v, S.hidden))
-    rest = -tile(v, rows, vs, C, S.d_v)
-    if S.objective == 0:
-        rest += residual_of(k, residual, rows, vs, C, S)
-    weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
-    u, _, _, _ = gradient_at_branch(o, rest, weight, rows, vs, C, S)
-    return u, weight
+        o += decay * times(x, tile(a1, vs, hs, S.d_v, S.hidden), tl.float32)
+    u, _, _, _ = error_at_branch(o, k, v, gain, residual, rows, vs, C, S, tl.float32)
+    return u
 
 
 @triton.jit
@@ -149,9 +107,7 @@ def step_deep(
     H: tl.constexpr = S.hidden
     F: tl.constexpr = S.block_f
     vs, one = tl.arange(0, V), tl.arange(0, 1)
-    u, weight = error_at_anchor(
-        k, v, a1, a2, a3, gain, residual, decay, rows, vs, left, right, scale, C, S
-    )
+    u = error_at_anchor(k, v, a1, a2, a3, gain, residual, decay, rows, vs, left, right, scale, C, S)
     out = tl.zeros((1, V), tl.float32)
     for start in range(0, H, F):
         hs = start + tl.arange(0, F)
@@ -160,8 +116,8 @@ def step_deep(
         # the anchor may lie where it is written
         tl.debug_barrier()
         new = moved(
-            w1, s1, a1, to_w1, to_s1, to_a1, outer(u, x, push), alpha, theta, ends, vs, hs,
-            S.d_v, S.hidden, BY, ANCHOR,
+            w1, s1, a1, to_w1, to_s1, to_a1, outer_sum(u, x, push, tl.float32), alpha, theta, ends,
+            vs, hs, S.d_v, S.hidden, BY, ANCHOR,
         )  # fmt: skip
         h = gelu(move_first_layer(
             w2, s2, a2, to_w2, to_s2, to_a2, back * to_z, k, q, push, alpha, theta, ends, rows, hs,
@@ -172,10 +128,11 @@ def step_deep(
                 w3, s3, a3, to_w3, to_s3, to_a3, back * gate, k, q, push, alpha, theta, ends, rows,
                 hs, left, right, scale, C, S.hidden, BY, ANCHOR, S,
             )  # fmt: skip
-        out += times(h, new)
+        out += times(h, new, tl.float32)
     if S.norm:
+        weight = tl.load(gain + vs, mask=vs < S.d_v, other=0.0)[None, :]
         out = weight * normalise(out, vs, S.d_v)[0]
-    put(y, out + residual_of(q, residual, one, vs, 1, S), one, vs, 1, S.d_v)
+    put(y, out + as_residual(q, residual, one, vs, 1, S, tl.float32), one, vs, 1, S.d_v)
 
 
 @triton.jit
@@ -186,7 +143,7 @@ def step_linear(
 ):  # fmt: skip
     e = -tile(v, rows, vs, C, S.d_v)
     if S.objective == 0:
-        e += decay * from_features(k, a, rows, vs, C, left, right, scale, S.d_v, S)
+        e += decay * of_features(k, a, rows, vs, C, left, right, scale, S.d_v, S, tl.float32)
     tl.debug_barrier()
     out = move_first_layer(
         w, s, a, to_w, to_s, to_a, e, k, q, push, alpha, theta, ends, rows, vs,

@@ -14,8 +14,9 @@ from atlas_lm.ops.triton.tiles import dot, features
 
 @triton.jit
 def outer_sum(u, x, weight, DOT: tl.constexpr):
-    """sum_i weight_i u_i x_i^T"""
-    return dot(tl.trans(u), weight[:, None] * x, DOT)
+    """sum_i weight_i u_i x_i^T; of one pair without a product, which takes 16."""
+    x = weight[:, None] * x
+    return tl.trans(u) * x if u.shape[0] == 1 else dot(tl.trans(u), x, DOT)
 
 
 @triton.jit
